@@ -1,0 +1,3 @@
+"""Decoupled DiLoCo for JAX: training that does not stop when machines do."""
+
+__version__ = "0.1.0"
