@@ -1,0 +1,153 @@
+"""What the command line asks of each process; model settings are not here.
+
+The configuration (gin) says what is trained; these say where, with whom and
+for how long. None of it belongs to the run's contract.
+"""
+
+import dataclasses
+from pathlib import Path
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+  """`decoupled run`: a whole job on this machine.
+
+  Attributes:
+    workdir: everything the job writes is below it.
+    store: URL of the checkpoints ("" = `<workdir>/checkpoints`).
+    learners: number of learners.
+    hosts_per_learner: processes of one learner.
+    devices_per_host: CPU devices to simulate per process (0 = two).
+    standbys: idle hosts kept warm.
+    rounds: rounds after which the run ends (0 = no such end).
+    tokens: merged tokens after which the run ends (0 = no such end).
+    chaos: fault plan, see `chaos.plan` ("" = none).
+    seed: of initial parameters, data order and storms.
+    resume: auto, never or required.
+    http_port: status page (0 = none).
+  """
+
+  workdir: Path
+  store: str = ""
+  learners: int = 3
+  hosts_per_learner: int = 1
+  devices_per_host: int = 0
+  standbys: int = 0
+  rounds: int = 0
+  tokens: int = 0
+  chaos: str = ""
+  seed: int = 0
+  resume: str = "auto"
+  http_port: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncerOptions:
+  """`decoupled syncer`.
+
+  Attributes:
+    workdir: where `syncer.address` and events.jsonl are written.
+    store: URL of the checkpoints ("" = `<workdir>/checkpoints`).
+    bind: `host:port` or `[::1]:port` to listen on; port 0 = any free one.
+    learners: how many learners to wait for at the start.
+    rounds: rounds after which the run ends (0 = no such end).
+    tokens: merged tokens after which the run ends (0 = no such end).
+    seed: the run's seed.
+    resume: auto, never or required.
+    token_file: file with the run token every call must carry (None = none).
+    started_at: the job's t = 0 on this machine's monotonic clock (None = now).
+    allow_remote: whether a bind to other than loopback was asked for.
+  """
+
+  workdir: Path
+  store: str = ""
+  bind: str = "127.0.0.1:0"
+  learners: int = 1
+  rounds: int = 0
+  tokens: int = 0
+  seed: int = 0
+  resume: str = "auto"
+  token_file: Path | None = None
+  started_at: float | None = None
+  allow_remote: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class LearnerOptions:
+  """`decoupled learner`: one host of one learner.
+
+  Attributes:
+    workdir: where the learner writes what is its own.
+    store: URL of the checkpoints ("" = `<workdir>/checkpoints`).
+    syncer_address: `host:port`, `[::1]:port`, or `@FILE` whose one line is
+      such an address (it may be written later; see `launch.address`).
+    learner_id: the id to claim (-1 = any free one).
+    learners: number of learners among whom the data is divided.
+    process_id: rank of this host in its learner.
+    num_processes: hosts of the learner.
+    coordinator_address: of the learner's own `jax.distributed` job.
+    token_file: file with the run token (None = none).
+    seed: the run's seed.
+    devices_per_host: CPU devices to simulate (0 = use the devices there are).
+    started_at: the job's t = 0 on this machine's monotonic clock (None = now).
+  """
+
+  workdir: Path
+  store: str = ""
+  syncer_address: str = ""
+  learner_id: int = -1
+  learners: int = 1
+  process_id: int = 0
+  num_processes: int = 1
+  coordinator_address: str = ""
+  token_file: Path | None = None
+  seed: int = 0
+  devices_per_host: int = 0
+  started_at: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateOptions:
+  """`decoupled evaluate`: held-out loss of what was saved.
+
+  Attributes:
+    workdir: of the run.
+    store: URL of the checkpoints ("" = `<workdir>/checkpoints`).
+    seed: the run's seed.
+    devices_per_host: CPU devices to simulate (0 = use the devices there are).
+    started_at: the job's t = 0 on this machine's monotonic clock (None = now).
+  """
+
+  workdir: Path
+  store: str = ""
+  seed: int = 0
+  devices_per_host: int = 0
+  started_at: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DoctorOptions:
+  """`decoupled doctor`: what a run with these numbers would need.
+
+  Attributes:
+    workdir: where it would write.
+    learners: number of learners.
+    devices_per_host: CPU devices to simulate (0 = two).
+  """
+
+  workdir: Path
+  learners: int = 3
+  devices_per_host: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+  """`status`, `stop`, `report`: which job.
+
+  Attributes:
+    workdir: of the job.
+    limit_s: how long to wait for it.
+  """
+
+  workdir: Path
+  limit_s: float = 60.0
