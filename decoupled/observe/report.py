@@ -1,0 +1,740 @@
+"""report.json, derived from events.jsonl and from nothing else.
+
+Fields and meanings are those of design §7. All times are seconds from the
+job's start on the syncer's clock; `downtime_s` is a duration. Where a log
+holds several jobs of one run (a resumed workdir), the report is of the last.
+"""
+
+import bisect
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from decoupled.errors import DecoupledError
+from decoupled.observe import gaps
+from decoupled.observe.events import Event, EventReader, last_job
+from decoupled.observe.gaps import Span
+
+SCHEMA_VERSION = 1
+FAULTS = ("kill", "term", "pause", "partition")  # these become failures
+SLOWING = ("slow", "throttle")  # these only make the target's steps not quiet
+LOST = ("failure", "rollback", "refusal", "left_out", "stale")
+
+Report: TypeAlias = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Incarnation:
+  """One life of a learner, as the log knows it.
+
+  Attributes:
+    number: its fencing number.
+    joined: when it was granted, None if the log does not say.
+    left: when it ceased to be a member.
+    ready: when it held every fragment.
+    first_step: when its first step was noticed.
+    ends: when its steps finished.
+    step_tokens: tokens of each of these steps.
+    steps: inner steps it did.
+    tokens: tokens it processed.
+    positions: data positions (unit, offset) in order.
+    source: where its inner optimizer state came from, None if unknown.
+    cold: whether it started without a warm process, None if unknown.
+    compiles: after the takeover, None if unknown.
+  """
+
+  number: int
+  joined: float | None = None
+  left: float | None = None
+  ready: float | None = None
+  first_step: float | None = None
+  ends: list[float] = dataclasses.field(default_factory=list)
+  step_tokens: list[float] = dataclasses.field(default_factory=list)
+  steps: int = 0
+  tokens: float = 0
+  positions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+  source: str | None = None
+  cold: bool | None = None
+  compiles: int | None = None
+
+  def sort(self) -> None:
+    order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
+    self.ends = [self.ends[i] for i in order]
+    self.step_tokens = [self.step_tokens[i] for i in order]
+
+  @property
+  def first_end(self) -> float | None:
+    return self.ends[0] if self.ends else self.first_step
+
+
+@dataclasses.dataclass
+class Learner:
+  """One learner id over all its incarnations."""
+
+  id: int
+  hosts: int = 1
+  lives: dict[int, Incarnation] = dataclasses.field(default_factory=dict)
+  losses: list[tuple[float, int, float]] = dataclasses.field(
+    default_factory=list
+  )  # (t, schedule step, loss)
+
+  def life(self, number: int) -> Incarnation:
+    return self.lives.setdefault(number, Incarnation(number))
+
+  @property
+  def incarnations(self) -> list[Incarnation]:
+    return [self.lives[number] for number in sorted(self.lives)]
+
+  @property
+  def ends(self) -> list[float]:
+    return sorted(end for life in self.lives.values() for end in life.ends)
+
+  @property
+  def steps(self) -> int:
+    return sum(life.steps for life in self.lives.values())
+
+  @property
+  def tokens(self) -> float:
+    return sum(life.tokens for life in self.lives.values())
+
+  def at(self, t: float) -> Incarnation | None:
+    """The incarnation that was a member at time `t`, if any."""
+    for life in reversed(self.incarnations):
+      joined = life.joined if life.joined is not None else life.first_end
+      if joined is not None and joined <= t:
+        return life if life.left is None or life.left > t else None
+    return None
+
+  def newest(self, t: float) -> int:
+    """The highest incarnation that had joined by time `t`, else 0."""
+    return max(
+      (
+        number
+        for number, life in self.lives.items()
+        if life.joined is not None and life.joined <= t
+      ),
+      default=0,
+    )
+
+  def heir(self, number: int) -> Incarnation | None:
+    """Who came after an incarnation: the first that stepped, else the next."""
+    later = [life for life in self.incarnations if life.number > number]
+    stepped = [life for life in later if life.first_end is not None]
+    return next(iter(stepped or later), None)
+
+
+@dataclasses.dataclass
+class Failure:
+  """Something that struck a target, and how that target came back."""
+
+  kind: str
+  target: str
+  at: float
+  lasts: float | None = None  # seconds of a pause or a partition
+  detected: float | None = None
+  state: float | None = None
+  ready: float | None = None
+  first_step: float | None = None
+  cold: bool | None = None
+  compiles: int | None = None
+  source: str | None = None
+  exited: bool = False
+
+  @property
+  def window(self) -> Span:
+    """From the event until 10 s after the replacement's first step."""
+    over = self.at if self.first_step is None else self.first_step
+    return Span(self.at, over + gaps.SETTLE_S)
+
+
+class Timeline:
+  """A job's events, sorted into learners, rounds and failures."""
+
+  def __init__(self, events: Sequence[Event]):
+    self.events = sorted(last_job(list(events)), key=lambda e: float(e["t"]))
+    self.learners: dict[int, Learner] = {}
+    for event in self.events:
+      self._learner_event(event)
+    for learner in self.learners.values():
+      for life in learner.lives.values():
+        life.sort()
+    self.rounds = [r for r in self.of("round") if _complete(r)]
+    self.counted = [r for r in self.rounds if r.get("counted", True)]
+    self.training_until = self._training_until()
+    self.failures = self._failures()
+
+  def of(self, *kinds: str) -> list[Event]:
+    return [event for event in self.events if event["kind"] in kinds]
+
+  def last(self, kind: str) -> Event:
+    """The newest event of a kind; empty if there is none."""
+    found = self.of(kind)
+    return found[-1] if found else {}
+
+  @property
+  def end(self) -> float:
+    return float(self.events[-1]["t"]) if self.events else 0.0
+
+  # --- learners ----------------------------------------------------------
+
+  def _learner_event(self, event: Event) -> None:
+    number, incarnation = event.get("learner"), event.get("incarnation")
+    if not isinstance(number, int) or not isinstance(incarnation, int):
+      return
+    learner = self.learners.setdefault(number, Learner(number))
+    life = learner.life(incarnation)
+    t = float(event["t"])
+    match event["kind"]:
+      case "join":
+        life.joined = t
+        life.cold = event.get("cold")
+        life.source = event.get("state_source")
+        learner.hosts = int(event.get("hosts") or 1)
+        _add_position(life, event)
+      case "ready":
+        life.ready = t
+        life.source = event.get("state_source") or life.source
+        life.compiles = event.get("compiles")
+      case "first_step":
+        life.first_step = t
+      case "leave":
+        life.left = t
+      case "steps":
+        _add_steps(learner, life, event)
+      case "learner_done":
+        life.steps = max(life.steps, int(event.get("steps") or 0))
+        life.tokens = max(life.tokens, float(event.get("tokens") or 0))
+
+  def _training_until(self) -> float:
+    """When training stopped on purpose, or the log's end."""
+    for event in self.events:
+      draining = event.get("phase") in ("draining", "ended")
+      if event["kind"] == "end" or (event["kind"] == "phase" and draining):
+        return float(event["t"])
+    return self.end
+
+  # --- failures ----------------------------------------------------------
+
+  def _failures(self) -> list[Failure]:
+    failures: list[Failure] = []
+    for event in self.events:
+      if event["kind"] == "end":
+        break
+      if event["kind"] == "fault" and event.get("action") in FAULTS:
+        failures.append(
+          self._traced(
+            Failure(
+              event["action"],
+              str(event.get("target")),
+              float(event["t"]),
+              lasts=_number(event.get("for")),
+            )
+          )
+        )
+      elif event["kind"] == "exit":
+        self._exit(event, failures)
+    return failures
+
+  def _exit(self, event: Event, failures: list[Failure]) -> None:
+    """An exit belongs to the fault before it, or is a failure of its own."""
+    role, t = str(event.get("role")), float(event["t"])
+    if event.get("planned") or not (event.get("code") or event.get("signal")):
+      return
+    for failure in reversed(failures):
+      if _process(failure.target) == role:
+        first = failure.first_step
+        if not failure.exited and (first is None or first > t):
+          failure.exited = True
+          return
+        break
+    failure = self._traced(Failure("exit", role, t))
+    failure.exited = True
+    failures.append(failure)
+
+  def _traced(self, failure: Failure) -> Failure:
+    """Fills in how the target came back."""
+    learner = self.learners.get(learner_number(failure.target))
+    if learner is not None:
+      self._trace_learner(failure, learner)
+    elif failure.target == "syncer":
+      self._trace_syncer(failure)
+    return failure
+
+  def _trace_learner(self, failure: Failure, learner: Learner) -> None:
+    struck = learner.at(failure.at)
+    number = struck.number if struck is not None else learner.newest(failure.at)
+    if failure.kind in ("pause", "partition") and struck is not None:
+      if struck.left is None or struck.left > self._next_fault(failure):
+        self._trace_resumed(failure, struck)
+        return
+    if struck is not None:
+      failure.detected = struck.left
+    heir = learner.heir(number)
+    if heir is None:
+      return
+    joined = heir.joined
+    failure.state = heir.ready if heir.ready is not None else joined
+    failure.ready = failure.state
+    failure.first_step = heir.first_end
+    failure.source = heir.source
+    failure.compiles = heir.compiles
+    failure.cold = heir.cold
+    if failure.cold is None and joined is not None:
+      failure.cold = any(
+        event.get("role") == _process(failure.target)
+        and failure.at <= event["t"] <= joined
+        for event in self.of("restart")
+      )
+
+  def _next_fault(self, failure: Failure) -> float:
+    """When the target was struck again, or training stopped on purpose."""
+    later = [
+      float(event["t"])
+      for event in self.of("fault")
+      if event["t"] > failure.at and event.get("target") == failure.target
+    ]
+    return min([*later, self.training_until])
+
+  def _trace_resumed(self, failure: Failure, struck: Incarnation) -> None:
+    """A pause shorter than the lease: the learner itself goes on.
+
+    After a partition of that kind nobody was ever replaced.
+    """
+    resumed = failure.at + (failure.lasts or 0.0)
+    later = [end for end in struck.ends if end > resumed]
+    if failure.kind == "pause" and later:
+      failure.first_step = later[0]
+      failure.cold = False
+
+  def _trace_syncer(self, failure: Failure) -> None:
+    """A syncer is back when it has closed a round under a higher term."""
+    before = [r["term"] for r in self.rounds if r["merged"] <= failure.at]
+    term = max(before, default=0)
+    if before and failure.kind in ("pause", "partition"):
+      later = [r["merged"] for r in self.rounds if r["merged"] > failure.at]
+    else:
+      later = [r["merged"] for r in self.rounds if r["term"] > term]
+    failure.first_step = later[0] if later else None
+
+  # --- quiet and disturbed -----------------------------------------------
+
+  def busy(self, learner_id: int | None = None) -> list[Span]:
+    """Every stretch in which something happened, for one learner's sake.
+
+    Faults of any kind, exits, restarts, departures and later joins, each
+    until 10 s after it (or after the first step that followed it), and, for
+    the learner itself, the time it was slowed. The start-up is no event, but
+    `start_up` says where quiet can begin.
+    """
+    spans = [failure.window for failure in self.failures]
+    for event in self.of("fault", "exit", "restart", "leave"):
+      t = float(event["t"])
+      lasts = _number(event.get("for")) or 0.0
+      spans.append(Span(t, t + lasts + gaps.SETTLE_S))
+      slowed = event.get("action") in SLOWING
+      if slowed and learner_number(event.get("target")) == learner_id:
+        spans.append(Span(t, t + lasts if lasts else math.inf))
+    started = self.start_up()
+    for learner in self.learners.values():
+      for life in learner.incarnations:
+        if life.joined is not None and life.joined > started:
+          under_way = life.first_end
+          until = life.joined if under_way is None else under_way
+          spans.append(Span(life.joined, until + gaps.SETTLE_S))
+    return spans
+
+  def start_up(self) -> float:
+    """When every learner of the first set-up had finished a step."""
+    first_fault = min(
+      (f.at for f in self.failures), default=self.training_until
+    )
+    firsts = [
+      learner.incarnations[0].first_end for learner in self.learners.values()
+    ]
+    return max(
+      (t for t in firsts if t is not None and t <= first_fault), default=0.0
+    )
+
+  def survivors(
+    self, target: str, window: Span
+  ) -> list[dict[str, float | int | bool | None]]:
+    """How every other learner that was training fared in `window`.
+
+    A survivor that is itself struck, or leaves, is judged up to then; nobody
+    is judged beyond the end of training.
+    """
+    struck = learner_number(target)
+    rows = []
+    for number, learner in sorted(self.learners.items()):
+      life = learner.at(window.start)
+      if number == struck or life is None or not life.ends:
+        continue
+      if life.ends[0] > window.start:
+        continue
+      stop = min(
+        window.stop,
+        self.training_until,
+        life.left if life.left is not None else math.inf,
+        min(
+          (
+            f.at
+            for f in self.failures
+            if learner_number(f.target) == number and f.at > window.start
+          ),
+          default=math.inf,
+        ),
+      )
+      clipped = Span(window.start, stop)
+      quiet_run = Span(self.start_up(), self.training_until)
+      verdict = gaps.judge(
+        learner.ends, clipped, [*self.busy(number), clipped], quiet_run
+      )
+      rows.append({"id": number, **_rounded(verdict._asdict())})
+    return rows
+
+
+# --- the report ------------------------------------------------------------
+
+
+def build(
+  events: Sequence[Event],
+  status: str | None = None,
+  exit_reason: str | None = None,
+) -> Report:
+  """The report of a job's events.
+
+  Args:
+    events: in any order; of several jobs the last counts.
+    status: completed, failed or interrupted; from the `end` event unless
+      given, and interrupted where there is none.
+    exit_reason: likewise.
+  """
+  line = Timeline(events)
+  start, end, evaluated = (line.last(k) for k in ("start", "end", "eval"))
+  discarded = _discarded(line)
+  return {
+    "schema_version": SCHEMA_VERSION,
+    "status": status or end.get("status") or "interrupted",
+    "exit_reason": (
+      exit_reason if exit_reason is not None else end.get("reason") or ""
+    ),
+    "run_id": start.get("run_id"),
+    "seed": start.get("seed"),
+    "wall_s": round(line.end, 3),
+    "initial_loss": evaluated.get("initial_loss"),
+    "eval_loss": evaluated.get("eval_loss"),
+    "eval_tokens": evaluated.get("eval_tokens"),
+    "tokens_total": _whole(sum(x.tokens for x in line.learners.values())),
+    "goodput": goodput(line),
+    "discarded": {cause: _whole(n) for cause, n in discarded.items()},
+    "learners": [_learner(x, line) for _, x in sorted(line.learners.items())],
+    "rounds": _rounds(line),
+    "failures": [_failure(failure, line) for failure in line.failures],
+    "wire": _wire(line),
+    "data": _data(line),
+    "compiles": _compiles(line),
+    "checkpoints": _checkpoints(line),
+  }
+
+
+def write(
+  workdir: str | os.PathLike[str],
+  status: str | None = None,
+  exit_reason: str | None = None,
+) -> Report:
+  """Derives report.json from events.jsonl and replaces it in one move.
+
+  Raises:
+    DecoupledError: there is no log, or the report cannot be written.
+  """
+  workdir = Path(workdir)
+  reader = EventReader(workdir / "events.jsonl")
+  try:
+    report = build(reader.rest(), status, exit_reason)
+    report["log_lines_skipped"] = reader.skipped
+    text = json.dumps(report, indent=2, allow_nan=False) + "\n"
+    write_atomically(workdir / "report.json", text)
+  except FileNotFoundError:
+    raise DecoupledError(
+      f"{workdir} holds no events.jsonl, so there is nothing to report: was "
+      "it the --workdir of a run?"
+    ) from None
+  except OSError as error:
+    raise DecoupledError(f"cannot write the report: {error}") from None
+  return report
+
+
+def write_atomically(path: Path, text: str) -> None:
+  """Replaces a file so that a reader sees the old or the new one."""
+  temporary = path.with_name(f".{path.name}.{os.getpid()}")
+  temporary.write_text(text, encoding="utf-8")
+  os.replace(temporary, path)
+
+
+def goodput(line: Timeline) -> float | None:
+  """Useful tokens ÷ tokens at the median quiet step (design §2).
+
+  Over the stretch from the opening of the first round to the closing of the
+  last, counted ones only. Useful: tokens of the steps that finished in it,
+  less everything discarded for another cause than overlap. Possible: for each
+  learner its tokens per step times the stretch divided by its median quiet
+  step; a learner of the job that never came counts like the median one.
+  """
+  if not line.counted:
+    return None
+  first = min(float(r["opened"]) for r in line.counted)
+  last = max(float(r["closed"]) for r in line.counted)
+  rates, processed = [], 0.0
+  for number, learner in line.learners.items():
+    step_s = gaps.median_step(learner.ends, line.busy(number))
+    if step_s and learner.steps:
+      rates.append(learner.tokens / learner.steps / step_s)
+    for life in learner.incarnations:
+      inside = slice(
+        bisect.bisect_right(life.ends, first),
+        bisect.bisect_right(life.ends, last),
+      )
+      processed += sum(life.step_tokens[inside])
+  if not rates or last <= first:
+    return None
+  planned = line.last("start").get("learners")
+  absent = max(0, int(planned or 0) - len(rates))
+  possible = (sum(rates) + absent * float(np.median(rates))) * (last - first)
+  lost = sum(n for cause, n in _discarded(line).items() if cause in LOST)
+  return round(max(0.0, processed - lost) / possible, 4)
+
+
+def _discarded(line: Timeline) -> dict[str, float]:
+  causes: dict[str, float] = {}
+  for event in line.of("discard"):
+    tokens = _number(event.get("tokens")) or 0.0
+    cause = str(event.get("cause"))
+    causes[cause] = causes.get(cause, 0.0) + tokens
+  return causes
+
+
+def _learner(learner: Learner, line: Timeline) -> dict[str, Any]:
+  """One row; gaps over the joined series of all incarnations."""
+  ends = learner.ends
+  times = gaps.step_times(ends)
+  has = times.size > 0
+  within = np.concatenate(
+    [np.diff(life.ends) for life in learner.incarnations] or [np.empty(0)]
+  )
+  return {
+    "id": learner.id,
+    "hosts": learner.hosts,
+    "incarnation": max(learner.lives),
+    "inner_steps": learner.steps,
+    "tokens": _whole(learner.tokens),
+    "median_step_s": _round(float(np.median(within))) if within.size else None,
+    "p99_step_s": (
+      _round(float(np.percentile(within, 99))) if within.size else None
+    ),
+    "max_gap_s": _round(float(times.max())) if has else None,
+    "final_loss": learner.losses[-1][2] if learner.losses else None,
+  }
+
+
+def _rounds(line: Timeline) -> dict[str, Any]:
+  """Counts and means over counted rounds."""
+  merged = [len(r["participants"]) for r in line.counted]
+  shares = [
+    len(set(r["participants"]) & set(r["alive"])) / len(set(r["alive"]))
+    for r in line.counted
+    if r["alive"]
+  ]
+  grace = [float(r.get("grace_s") or 0.0) for r in line.counted]
+  length = [r["closed"] - r["opened"] for r in line.counted]
+  refused: dict[str, int] = {}
+  for event in line.of("refused"):
+    reason = str(event.get("reason"))
+    refused[reason] = refused.get(reason, 0) + 1
+  return {
+    "closed": len(line.counted),
+    "mean_participants": _mean(merged),
+    "participation": _mean(shares),
+    "grace_used_s_mean": _mean(grace),
+    "lost": _lost_rounds(line),
+    "refused": refused,
+    "median_open_s": _round(float(np.median(length))) if length else None,
+    "last": max((r["round"] for r in line.rounds), default=0),
+    "drained": len(line.rounds) - len(line.counted),
+  }
+
+
+def _lost_rounds(line: Timeline) -> int:
+  """Rounds that a syncer had closed and its successor had to repeat."""
+  lost, term, newest = 0, None, 0
+  for r in line.rounds:
+    if term is not None and r["term"] > term:
+      lost += max(0, newest - (r["round"] - 1))
+      newest = r["round"]
+    term = r["term"]
+    newest = max(newest, r["round"])
+  return lost
+
+
+def _failure(failure: Failure, line: Timeline) -> dict[str, Any]:
+  first = failure.first_step
+  times = {
+    "at_s": failure.at,
+    "detected_s": failure.detected,
+    "state_s": failure.state,
+    "ready_s": failure.ready,
+    "first_step_s": first,
+    "downtime_s": None if first is None else first - failure.at,
+  }
+  return {
+    "kind": failure.kind,
+    "target": failure.target,
+    **_rounded(times),
+    "cold": failure.cold,
+    "compiles_after_takeover": failure.compiles,
+    "state_source": failure.source,
+    "survivors": line.survivors(failure.target, failure.window),
+  }
+
+
+def _wire(line: Timeline) -> dict[str, Any]:
+  """Totals of each syncer process added up; they start at 0 with it."""
+  total = {"bytes_up": 0, "bytes_down": 0}
+  for key in total:
+    seen = 0
+    for event in line.of("wire"):
+      value = int(event.get(key) or 0)
+      total[key] += value - seen if value >= seen else value
+      seen = value
+  return {**total, "codec": line.last("wire").get("codec")}
+
+
+def _data(line: Timeline) -> dict[str, int]:
+  """Units of the corpus, from the positions that learners reported.
+
+  A unit is claimed once a learner was seen in it, completed once the learner
+  was seen beyond it, and repeated when a later incarnation began at or before
+  a place that an earlier one had passed.
+  """
+  claimed = completed = repeated = 0
+  for learner in line.learners.values():
+    first = last = None
+    for life in learner.incarnations:
+      if not life.positions:
+        continue
+      begins = life.positions[0]
+      if last is not None and begins < last:
+        repeated += last[0] - begins[0] + (1 if last[1] > 0 else 0)
+      first = begins if first is None else min(first, begins)
+      last = max(life.positions[-1], last or (0, 0))
+    if first is not None and last is not None:
+      completed += last[0] - first[0]
+      claimed += last[0] - first[0] + (1 if last[1] > 0 else 0)
+  return {
+    "units_claimed": claimed,
+    "units_completed": completed,
+    "units_repeated": repeated,
+  }
+
+
+def _compiles(line: Timeline) -> dict[str, dict[str, int]]:
+  compiles: dict[str, dict[str, int]] = {}
+  for event in line.of("learner_done"):
+    counts = compiles.setdefault(
+      f"learner/{event.get('learner')}", {"hits": 0, "misses": 0}
+    )
+    for key in counts:
+      counts[key] += int((event.get("compiles") or {}).get(key) or 0)
+  return compiles
+
+
+def _checkpoints(line: Timeline) -> dict[str, Any]:
+  saved = failed = 0
+  restored = None
+  for event in line.of("checkpoint"):
+    if str(event.get("what")).startswith("restore"):
+      restored = event.get("path") if event.get("ok") else restored
+    elif event.get("ok"):
+      saved += 1
+    else:
+      failed += 1
+  return {"saved": saved, "restored_from": restored, "failed_saves": failed}
+
+
+# --- small things ----------------------------------------------------------
+
+
+def learner_number(target: object) -> int:
+  """`learner/3` and `learner/3/host/0` are 3; anything else is -1."""
+  parts = str(target).split("/")
+  if parts[0] == "learner" and len(parts) > 1 and parts[1].isdigit():
+    return int(parts[1])
+  return -1
+
+
+def _process(target: str) -> str:
+  return "/".join(target.split("/")[:2])
+
+
+def _complete(event: Event) -> bool:
+  """Whether a round event has what is reckoned with."""
+  numbers = all(
+    _number(event.get(key)) is not None
+    for key in ("term", "round", "opened", "closed")
+  )
+  who = all(isinstance(event.get(k), list) for k in ("participants", "alive"))
+  if numbers and who and _number(event.get("merged")) is None:
+    event["merged"] = event["closed"]
+  return numbers and who
+
+
+def _add_steps(learner: Learner, life: Incarnation, event: Event) -> None:
+  t = float(event["t"])
+  ends = [float(end) for end in event.get("ends") or [] if _number(end)]
+  tokens = max(_number(event.get("tokens")) or 0.0, life.tokens)
+  life.ends.extend(ends)
+  if ends:
+    life.step_tokens.extend([(tokens - life.tokens) / len(ends)] * len(ends))
+  life.tokens = tokens
+  life.steps = max(life.steps, int(event.get("step") or 0))
+  _add_position(life, event)
+  loss = _number(event.get("loss"))
+  if loss is not None:
+    learner.losses.append((t, int(event.get("schedule_step") or 0), loss))
+
+
+def _add_position(life: Incarnation, event: Event) -> None:
+  position = event.get("position")
+  if isinstance(position, list | tuple) and len(position) == 2:
+    life.positions.append((int(position[0]), int(position[1])))
+
+
+def _number(value: object) -> float | None:
+  if isinstance(value, bool) or not isinstance(value, int | float):
+    return None
+  return float(value) if math.isfinite(value) else None
+
+
+def _mean(values: Iterable[float]) -> float | None:
+  values = list(values)
+  return _round(float(np.mean(values))) if values else None
+
+
+def _round(value: float) -> float:
+  return round(value, 4)
+
+
+def _rounded(values: dict[str, Any]) -> dict[str, Any]:
+  return {
+    key: _round(value) if isinstance(value, float) else value
+    for key, value in values.items()
+  }
+
+
+def _whole(tokens: float) -> int:
+  return round(tokens)
