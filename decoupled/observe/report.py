@@ -269,10 +269,13 @@ class Timeline:
   def _trace_learner(self, failure: Failure, learner: Learner) -> None:
     struck = learner.at(failure.at)
     number = struck.number if struck is not None else learner.newest(failure.at)
-    if failure.kind in ("pause", "partition") and struck is not None:
-      if struck.left is None or struck.left > self._next_fault(failure):
-        self._trace_resumed(failure, struck)
-        return
+    if (
+      struck is not None
+      and failure.kind in ("pause", "partition")
+      and (struck.left is None or struck.left > self._next_fault(failure))
+    ):
+      self._trace_resumed(failure, struck)
+      return
     if struck is not None:
       failure.detected = struck.left
     heir = learner.heir(number)
