@@ -42,7 +42,7 @@ def generate(destination: pathlib.Path) -> list[pathlib.Path]:
     protoc("--grpc_python_out", fresh, "--mypy_grpc_out", fresh)
     for path in sorted((fresh / PACKAGE).iterdir()):
       text = path.read_text("utf-8")
-      if "_grpc" in path.name and "Servicer" not in text:
+      if "_grpc" in path.name and "_to_server" not in text:
         continue  # a file of messages only
       target = destination / PACKAGE / path.name
       target.parent.mkdir(parents=True, exist_ok=True)
