@@ -94,23 +94,17 @@ class Injectors:
     """
     role = str(fault.target)
     pid = self._processes.pid(role)
+    down = fault.action in ("kill", "term", "pause") and pid is None
     # Recorded first: what follows from it must not precede it in the log.
-    options = {
-      key: value
-      for key, value in (("for_s", fault.for_s), ("by", fault.by))
-      if value is not None
-    }
-    if not fault.restart:
-      options["norestart"] = True
     self._events.emit(
       "fault",
       action=fault.action,
       target=role,
       at=f"{fault.at:g}{fault.unit}",
-      hit=pid is not None,
-      **options,
+      **_options(fault),
+      **({"error": f"{role} is down already"} if down else {}),
     )
-    if fault.action in ("kill", "term", "pause") and pid is None:
+    if down:
       return False
     self._start(fault, role)
     if fault.for_s is not None:
@@ -165,3 +159,15 @@ class Injectors:
     if index is None:  # cut from the syncer: everybody
       return list(self._proxies.values())
     return [self._proxies[index]]
+
+
+def _options(fault: Fault) -> dict[str, object]:
+  """The options of a plan as the fields of an event."""
+  options: dict[str, object] = {}
+  if fault.for_s is not None:
+    options["for"] = fault.for_s
+  if fault.by is not None:
+    options["by"] = fault.by
+  if not fault.restart:
+    options["norestart"] = True
+  return options

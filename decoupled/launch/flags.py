@@ -1,0 +1,297 @@
+"""The flags of each command, and the options they become."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from absl import flags
+
+from decoupled.errors import ConfigError
+from decoupled.launch.options import (
+  DoctorOptions,
+  EvaluateOptions,
+  JobOptions,
+  LearnerOptions,
+  RunOptions,
+  SyncerOptions,
+)
+
+RESUME = ("auto", "never", "required")
+DEFAULT_ROUNDS = 600
+
+
+def none(values: flags.FlagValues) -> None:
+  """A command without flags of its own."""
+
+
+def config_flags(values: flags.FlagValues) -> None:
+  """What every command with a configuration takes."""
+  _define(flags.DEFINE_multi_string, values)(
+    "gin_file", [], "configuration file; a positional FILE.gin is the same"
+  )
+  _define(flags.DEFINE_multi_string, values)(
+    "gin_bindings",
+    [],
+    "one value, Component.param=value; positional ones are the same",
+  )
+
+
+def run(values: flags.FlagValues) -> None:
+  _workdir(values, "everything the job writes (default: runs/<config name>)")
+  _store(values)
+  _whole(values, "learners", 3, "number of learners")
+  _whole(values, "hosts_per_learner", 1, "processes of one learner")
+  _whole(
+    values,
+    "devices_per_host",
+    0,
+    "CPU devices to simulate per process where there are no accelerators "
+    "(0 = what the mesh wants, else 2)",
+  )
+  _whole(values, "standbys", 0, "idle hosts kept warm")
+  _ends(values, f"default: {DEFAULT_ROUNDS} unless --tokens")
+  _define(flags.DEFINE_string, values)(
+    "chaos", "", "faults to inject, such as 'kill learner/1 @150r', or @FILE"
+  )
+  _seed(values)
+  _resume(values)
+  _whole(values, "http_port", 0, "port of a status page (0 = none)")
+
+
+def syncer(values: flags.FlagValues) -> None:
+  _workdir(values, "where syncer.address and events.jsonl are written")
+  _store(values)
+  _define(flags.DEFINE_string, values)(
+    "bind", "127.0.0.1:0", "host:port or [::1]:port; port 0 = any free one"
+  )
+  _define(flags.DEFINE_boolean, values)(
+    "allow_remote", False, "allow a bind that other machines can reach"
+  )
+  _whole(values, "learners", 1, "learners to wait for at the start")
+  _ends(values, "0 = no such end")
+  _seed(values)
+  _resume(values)
+  _token_file(values)
+  _started_at(values)
+
+
+def learner(values: flags.FlagValues) -> None:
+  _workdir(values, "where the learner writes what is its own")
+  _store(values)
+  _define(flags.DEFINE_string, values)(
+    "syncer_address",
+    "",
+    "host:port or [::1]:port of the syncer, or @FILE in which it publishes it "
+    "(default: @<workdir>/syncer.address)",
+  )
+  _define(flags.DEFINE_integer, values)(
+    "learner_id", -1, "id to claim (-1 = any free one)", lower_bound=-1
+  )
+  _whole(values, "learners", 1, "learners among whom the data is divided")
+  _whole(values, "process_id", 0, "rank of this host in its learner")
+  _whole(values, "num_processes", 1, "hosts of the learner")
+  _define(flags.DEFINE_string, values)(
+    "coordinator_address", "", "of the learner's own jax.distributed job"
+  )
+  _whole(
+    values, "devices_per_host", 0, "CPU devices to simulate (0 = real ones)"
+  )
+  _seed(values)
+  _token_file(values)
+  _started_at(values)
+
+
+def evaluate(values: flags.FlagValues) -> None:
+  _workdir(values, "of the run")
+  _store(values)
+  _whole(
+    values, "devices_per_host", 0, "CPU devices to simulate (0 = real ones)"
+  )
+  _seed(values)
+  _started_at(values)
+
+
+def doctor(values: flags.FlagValues) -> None:
+  _workdir(values, "where a run would write (default: runs/<config name>)")
+  _whole(values, "learners", 3, "number of learners")
+  _whole(values, "devices_per_host", 0, "CPU devices to simulate per process")
+
+
+def config(values: flags.FlagValues) -> None:
+  _define(flags.DEFINE_boolean, values)("json", False, "print JSON, not gin")
+
+
+def job(values: flags.FlagValues) -> None:
+  _workdir(values, "of the job")
+
+
+def stop(values: flags.FlagValues) -> None:
+  job(values)
+  _define(flags.DEFINE_float, values)(
+    "limit_s", 120.0, "how long to wait until it has ended", lower_bound=0.0
+  )
+
+
+# ---- options -----------------------------------------------------------------
+
+
+def run_options(values: flags.FlagValues, default: Path) -> RunOptions:
+  rounds, tokens = values["rounds"].value, values["tokens"].value
+  if rounds is None:
+    rounds = 0 if tokens else DEFAULT_ROUNDS
+  return RunOptions(
+    workdir=_path(values, default),
+    store=values["store"].value,
+    learners=values["learners"].value,
+    hosts_per_learner=values["hosts_per_learner"].value,
+    devices_per_host=values["devices_per_host"].value,
+    standbys=values["standbys"].value,
+    rounds=rounds,
+    tokens=tokens,
+    chaos=values["chaos"].value,
+    seed=values["seed"].value,
+    resume=values["resume"].value,
+    http_port=values["http_port"].value,
+  )
+
+
+def syncer_options(values: flags.FlagValues, default: Path) -> SyncerOptions:
+  return SyncerOptions(
+    workdir=_path(values, default),
+    store=values["store"].value,
+    bind=values["bind"].value,
+    learners=values["learners"].value,
+    rounds=values["rounds"].value or 0,
+    tokens=values["tokens"].value,
+    seed=values["seed"].value,
+    resume=values["resume"].value,
+    token_file=_optional_path(values, "token_file"),
+    started_at=values["started_at"].value,
+    allow_remote=values["allow_remote"].value,
+  )
+
+
+def learner_options(values: flags.FlagValues, default: Path) -> LearnerOptions:
+  workdir = _path(values, default)
+  ranks, rank = values["num_processes"].value, values["process_id"].value
+  if ranks < 1 or rank >= ranks:
+    raise ConfigError(
+      f"--process_id={rank} must be below --num_processes={ranks}"
+    )
+  return LearnerOptions(
+    workdir=workdir,
+    store=values["store"].value,
+    syncer_address=(
+      values["syncer_address"].value or f"@{workdir / 'syncer.address'}"
+    ),
+    learner_id=values["learner_id"].value,
+    learners=values["learners"].value,
+    process_id=rank,
+    num_processes=ranks,
+    coordinator_address=values["coordinator_address"].value,
+    token_file=_optional_path(values, "token_file"),
+    seed=values["seed"].value,
+    devices_per_host=values["devices_per_host"].value,
+    started_at=values["started_at"].value,
+  )
+
+
+def evaluate_options(
+  values: flags.FlagValues, default: Path
+) -> EvaluateOptions:
+  return EvaluateOptions(
+    workdir=_path(values, default),
+    store=values["store"].value,
+    seed=values["seed"].value,
+    devices_per_host=values["devices_per_host"].value,
+    started_at=values["started_at"].value,
+  )
+
+
+def doctor_options(values: flags.FlagValues, default: Path) -> DoctorOptions:
+  return DoctorOptions(
+    workdir=_path(values, default),
+    learners=values["learners"].value,
+    devices_per_host=values["devices_per_host"].value,
+  )
+
+
+def job_options(values: flags.FlagValues, default: Path) -> JobOptions:
+  limit_s = values["limit_s"].value if "limit_s" in values else 60.0
+  return JobOptions(_path(values, default), limit_s)
+
+
+# ---- one flag each -----------------------------------------------------------
+
+
+def _define(
+  definer: Callable[..., object], values: flags.FlagValues
+) -> Callable[..., object]:
+  def define(name: str, default: object, text: str, **more: object) -> object:
+    return definer(name, default, text, flag_values=values, **more)
+
+  return define
+
+
+def _workdir(values: flags.FlagValues, text: str) -> None:
+  _define(flags.DEFINE_string, values)("workdir", "", text)
+
+
+def _store(values: flags.FlagValues) -> None:
+  _define(flags.DEFINE_string, values)(
+    "store", "", "URL of the checkpoints (default: <workdir>/checkpoints)"
+  )
+
+
+def _whole(
+  values: flags.FlagValues, name: str, default: int, text: str
+) -> None:
+  _define(flags.DEFINE_integer, values)(name, default, text, lower_bound=0)
+
+
+def _ends(values: flags.FlagValues, default: str) -> None:
+  _define(flags.DEFINE_integer, values)(
+    "rounds",
+    None,
+    f"rounds after which the run ends ({default})",
+    lower_bound=0,
+  )
+  _whole(
+    values, "tokens", 0, "tokens after which the run ends (0 = no such end)"
+  )
+
+
+def _seed(values: flags.FlagValues) -> None:
+  _whole(values, "seed", 0, "of initial parameters, data order and storms")
+
+
+def _resume(values: flags.FlagValues) -> None:
+  flags.DEFINE_enum(
+    "resume",
+    "auto",
+    list(RESUME),
+    "continue what the workdir holds: if its contract matches, never, or "
+    "refuse to start anew",
+    flag_values=values,
+  )
+
+
+def _token_file(values: flags.FlagValues) -> None:
+  _define(flags.DEFINE_string, values)(
+    "token_file", "", "file with the token that every call must carry"
+  )
+
+
+def _started_at(values: flags.FlagValues) -> None:
+  _define(flags.DEFINE_float, values)(
+    "started_at",
+    None,
+    "the job's t = 0 on this machine's monotonic clock (default: now)",
+  )
+
+
+def _path(values: flags.FlagValues, default: Path) -> Path:
+  return Path(values["workdir"].value or default)
+
+
+def _optional_path(values: flags.FlagValues, name: str) -> Path | None:
+  return Path(values[name].value) if values[name].value else None

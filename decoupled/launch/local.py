@@ -1,0 +1,406 @@
+"""`decoupled run`: a whole job on this machine, as real processes.
+
+One syncer and the learners, each a process of its own; the runner starts
+them, injects the faults of `--chaos`, starts the killed again, shows progress
+and, once everybody has gone, has the result evaluated and reported.
+"""
+
+import contextlib
+import datetime
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from decoupled.chaos import injectors, slow
+from decoupled.chaos import plan as chaos_plan
+from decoupled.chaos.plan import Event
+from decoupled.chaos.proxy import Proxy
+from decoupled.chaos.schedule import Schedule
+from decoupled.config import Config, contract_lines, gin_text, validate
+from decoupled.errors import ConfigError, DecoupledError
+from decoupled.launch import devices as devices_lib
+from decoupled.launch import pending
+from decoupled.launch.devices import Devices
+from decoupled.launch.options import RunOptions
+from decoupled.launch.supervisor import Role, RoleFailed, Supervisor
+from decoupled.launch.workdir import Standing, Workdir
+from decoupled.observe import page, report, summary
+from decoupled.observe.events import EventLog, EventReader
+from decoupled.observe.progress import Progress
+from decoupled.wire.address import published_address
+
+_TICK_S = 0.2
+_CHAOS_TICK_S = 0.02
+_EVALUATE_S = 600.0
+_KILL_AFTER_S = 10.0
+# Beyond the drain itself: saving, and the syncer's own goodbyes.
+_SAVE_S = 60.0
+
+
+def run(config: Config, options: RunOptions) -> int:
+  """Runs a job to its end; everything it writes is below the workdir.
+
+  Returns:
+    0 where the job did its rounds, or had done them before.
+
+  Raises:
+    DecoupledError: the job cannot be started, or failed; nothing is left
+      running.
+  """
+  plan = chaos_plan.parse(options.chaos)
+  _check(config, options, plan)
+  devices = devices_lib.plan(
+    options.learners, options.devices_per_host or _simulated(config)
+  )
+  validate(config, learners=options.learners, devices=devices.per_learner)
+  workdir = Workdir(options.workdir)
+  workdir.create()
+  workdir.lock()
+  try:
+    contract = (*contract_lines(config), ("--seed", str(options.seed)))
+    standing = workdir.standing(
+      contract, options.resume, options.rounds, options.tokens
+    )
+    if standing.complete:
+      print(_complete_line(workdir, standing, options))
+      return 0
+    workdir.begin(gin_text(config), contract)
+    return _Job(config, options, plan, devices, workdir, standing).run()
+  finally:
+    workdir.unlock()
+
+
+def _check(
+  config: Config, options: RunOptions, plan: tuple[Event, ...]
+) -> None:
+  """Raises ConfigError for what this version or this machine cannot do."""
+  if options.learners < 1:
+    raise ConfigError(f"--learners={options.learners} must be at least 1")
+  if options.standbys:
+    raise ConfigError(
+      f"--standbys={options.standbys}: this version has no standbys yet; "
+      "killed processes are started again instead (--standbys=0)"
+    )
+  if options.hosts_per_learner != 1:
+    raise ConfigError(
+      f"--hosts_per_learner={options.hosts_per_learner}: this version runs "
+      "learners of one host on one machine (--hosts_per_learner=1)"
+    )
+  if options.http_port:
+    raise ConfigError(
+      f"--http_port={options.http_port}: this version has no status page yet; "
+      "see `decoupled status`"
+    )
+  validate(config, learners=options.learners)
+  injectors.check(plan, options.learners)
+
+
+def _simulated(config: Config) -> int:
+  """CPU devices that suit the mesh: two where it takes whatever there is."""
+  mesh = config.mesh
+  return mesh.data * mesh.fsdp if mesh.data else max(2, mesh.fsdp)
+
+
+class _Job:
+  """One job from its first process to its report."""
+
+  def __init__(
+    self,
+    config: Config,
+    options: RunOptions,
+    plan: tuple[Event, ...],
+    devices: Devices,
+    workdir: Workdir,
+    standing: Standing,
+  ):
+    self._config = config
+    self._options = options
+    self._plan = plan
+    self._devices = devices
+    self._workdir = workdir
+    self._standing = standing
+    self._started_at = time.monotonic()
+    self._rounds_closed = standing.rounds
+    self._draining = False
+    self._signal: signal.Signals | None = None
+    self._proxies: dict[int, Proxy] = {}
+    self._reader = EventReader(workdir.events)
+    self._reader.new()  # what earlier jobs wrote
+    self._events = EventLog(workdir.events, self._started_at)
+    self._supervisor = Supervisor(self._events)
+    self._progress = Progress(
+      workdir.path, rounds=options.rounds, learners=options.learners
+    )
+
+  def run(self) -> int:
+    status, reason = "failed", ""
+    with _signals(self._note_signal), self._everything_ended():
+      try:
+        self._start()
+        reason = self._supervise()
+        status = "interrupted" if self._signal else "completed"
+        if reason and not self._signal:
+          status = "failed"
+      except RoleFailed as error:
+        reason = str(error)
+        self._wind_down()
+      if status != "failed":
+        reason = self._evaluate(status) or reason
+        status = "failed" if reason and status == "completed" else status
+    return self._report(status, reason)
+
+  # ---- starting --------------------------------------------------------------
+
+  def _start(self) -> None:
+    self._events.emit(
+      "start",
+      run_id=uuid.uuid4().hex[:12],
+      seed=self._options.seed,
+      wall_time=datetime.datetime.now(datetime.UTC).isoformat(),
+      learners=self._options.learners,
+      config=dict(contract_lines(self._config)),
+      rounds=self._options.rounds,
+      tokens=self._options.tokens,
+      devices_per_host=self._devices.per_learner,
+      resumed=self._standing.resumed,
+    )
+    for learner in injectors.partitioned(self._plan, self._options.learners):
+      self._proxies[learner] = Proxy(self._syncer)
+    control = {
+      learner: self._workdir.chaos / f"learner-{learner}.json"
+      for learner in range(self._options.learners)
+    }
+    self._schedule = Schedule(
+      self._plan,
+      self._options.learners,
+      self._options.seed,
+      self._standing.rounds,
+    )
+    self._injectors = injectors.Injectors(
+      self._supervisor, control, self._proxies, self._events
+    )
+    self._supervisor.start(self._syncer_role())
+    for learner in range(self._options.learners):
+      self._supervisor.start(self._learner_role(learner, control[learner]))
+
+  def _syncer(self) -> tuple[str, int] | None:
+    address = published_address(self._workdir.address)
+    return (address.host, address.port) if address else None
+
+  def _syncer_role(self) -> Role:
+    arguments = (
+      f"--learners={self._options.learners}",
+      f"--rounds={self._options.rounds}",
+      f"--tokens={self._options.tokens}",
+      f"--resume={self._options.resume}",
+    )
+    env = devices_lib.environment(None)
+    return self._role("syncer", "syncer", arguments, env, restarts=False)
+
+  def _learner_role(self, learner: int, control: Path) -> Role:
+    proxy = self._proxies.get(learner)
+    address = proxy.address if proxy else f"@{self._workdir.address}"
+    arguments = (
+      f"--learner_id={learner}",
+      f"--learners={self._options.learners}",
+      f"--syncer_address={address}",
+      f"--devices_per_host={self._devices.simulated}",
+    )
+    env = devices_lib.environment(
+      self._devices, learner, self._config.local.xla_threads
+    )
+    env[slow.VARIABLE] = str(control)
+    return self._role(f"learner/{learner}", "learner", arguments, env)
+
+  def _role(
+    self,
+    name: str,
+    command: str,
+    arguments: tuple[str, ...],
+    env: dict[str, str],
+    restarts: bool = True,
+  ) -> Role:
+    argv = (
+      *(sys.executable, "-m", "decoupled.cli", command),
+      str(self._workdir.config),
+      f"--workdir={self._workdir.path}",
+      f"--store={self._options.store}",
+      f"--seed={self._options.seed}",
+      f"--started_at={self._started_at!r}",
+    )
+    if command != "evaluate":
+      argv += (f"--token_file={self._workdir.token}",)
+    log = self._workdir.log(name)
+    return Role(name, (*argv, *arguments), env, log, restarts)
+
+  # ---- while it runs ---------------------------------------------------------
+
+  def _supervise(self) -> str:
+    """Returns once the syncer has ended; "" or why the job failed."""
+    while self._supervisor.finished("syncer") is None:
+      self._turn()
+      if self._signal:
+        return self._wind_down()
+      if not self._draining and self._nobody_left():
+        self._wind_down()
+        return "no learner is left: none runs, and no restart is owed"
+    return self._see_off()
+
+  def _turn(self) -> None:
+    """Waits a moment for an exit and does whatever is due."""
+    now_s = time.monotonic() - self._started_at
+    due_s = min(self._schedule.next_at_s, self._injectors.next_at_s) - now_s
+    tick_s = _CHAOS_TICK_S if self._schedule.waits_for_round else _TICK_S
+    self._supervisor.step(max(0.0, min(tick_s, due_s)))
+    self._read_events()
+    now_s = time.monotonic() - self._started_at
+    for fault in self._schedule.due(now_s, self._rounds_closed):
+      self._injectors.inject(fault, now_s)
+    self._injectors.heal_due(now_s)
+    self._tell_owed()
+    self._progress.update()
+
+  def _read_events(self) -> None:
+    for event in self._reader.new():
+      if event["kind"] in ("ready", "first_step"):
+        self._supervisor.ready(f"learner/{event['learner']}")
+      elif event["kind"] == "round":
+        self._rounds_closed = max(self._rounds_closed, int(event["round"]))
+      elif event["kind"] == "phase":
+        self._draining = event["phase"] in ("draining", "ended")
+
+  def _tell_owed(self) -> None:
+    """Keeps the syncer from ending while a restart is owed, for a while."""
+    limit_s = self._config.limits.restart_s
+    now_s = time.monotonic()
+    owed = frozenset(
+      role
+      for role, since_s in self._supervisor.owed().items()
+      if now_s - since_s < limit_s
+    )
+    if owed != self._told_owed:
+      pending.write(self._workdir.path, owed)
+      self._told_owed = owed
+
+  _told_owed: frozenset[str] = frozenset()
+
+  def _nobody_left(self) -> bool:
+    learners = [r for r in self._supervisor.running() if r != "syncer"]
+    return not learners and not self._supervisor.owed()
+
+  # ---- ending ----------------------------------------------------------------
+
+  def _wind_down(self) -> str:
+    """Ends early: the syncer drains and saves, then everybody leaves."""
+    self._injectors.heal_all()
+    self._supervisor.no_more_restarts()
+    self._supervisor.send("syncer", signal.SIGTERM)
+    limit_s = self._config.limits.drain_s + _SAVE_S
+    self._await(lambda: self._supervisor.pid("syncer") is None, limit_s)
+    return self._see_off()
+
+  def _see_off(self) -> str:
+    """Waits for the learners to leave by themselves, then makes them."""
+    self._supervisor.no_more_restarts()
+    self._await(
+      lambda: not self._supervisor.running(),
+      self._config.limits.drain_s + _SAVE_S,
+    )
+    self._supervisor.stop(_KILL_AFTER_S, signal.SIGTERM)
+    return ""
+
+  def _await(self, done: Callable[[], bool], limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    while not done() and time.monotonic() < deadline:
+      self._supervisor.step(_TICK_S)
+      self._injectors.heal_due(time.monotonic() - self._started_at)
+      self._progress.update()
+
+  def _evaluate(self, status: str) -> str:
+    """Has the result evaluated by a process of its own; "" or what failed."""
+    arguments = (f"--devices_per_host={self._devices.simulated}",)
+    env = devices_lib.environment(self._devices, 0, 0)
+    role = self._role("evaluate", "evaluate", arguments, env, restarts=False)
+    supervisor = Supervisor(self._events)
+    supervisor.start(role)
+    try:
+      deadline = time.monotonic() + _EVALUATE_S
+      while supervisor.running() and time.monotonic() < deadline:
+        supervisor.step(_TICK_S)
+        self._progress.update()
+    except RoleFailed as error:
+      # A job stopped before anything was saved has nothing to evaluate.
+      return str(error) if status == "completed" else ""
+    finally:
+      late = bool(supervisor.running())
+      supervisor.stop(0.0, signal.SIGKILL)
+    if late:
+      return f"evaluate took more than {_EVALUATE_S:g} s; see {role.log}"
+    return ""
+
+  def _report(self, status: str, reason: str) -> int:
+    if self._signal and status == "interrupted":
+      reason = f"stopped by {self._signal.name}"
+    self._events.emit("end", status=status, reason=reason)
+    self._events.close()
+    self._progress.close()
+    written = report.write(self._workdir.path)
+    page.write(self._workdir.path)
+    print("\n".join(summary.summary_lines(written)))
+    if status == "failed":
+      raise DecoupledError(f"the job failed: {reason}")
+    if status == "interrupted":
+      print(f"{reason}; the same command goes on from here")
+      return 128 + (self._signal or signal.SIGTERM)
+    return 0
+
+  # ---- signals and leftovers -------------------------------------------------
+
+  def _note_signal(self, number: signal.Signals) -> None:
+    if self._signal:  # the second one means: at once
+      raise KeyboardInterrupt
+    self._signal = number
+
+  @contextlib.contextmanager
+  def _everything_ended(self) -> Iterator[None]:
+    """Whatever happens, no process and no proxy outlives the job."""
+    try:
+      yield
+    finally:
+      self._supervisor.stop(0.0, signal.SIGKILL)
+      for proxy in self._proxies.values():
+        proxy.close()
+
+
+@contextlib.contextmanager
+def _signals(note: Callable[[signal.Signals], None]) -> Iterator[None]:
+  """Turns SIGINT and SIGTERM into calls of `note`."""
+
+  def handle(number: int, frame: FrameType | None) -> None:
+    note(signal.Signals(number))
+
+  numbers = (signal.SIGINT, signal.SIGTERM)
+  before = {number: signal.signal(number, handle) for number in numbers}
+  try:
+    yield
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _complete_line(
+  workdir: Workdir, standing: Standing, options: RunOptions
+) -> str:
+  end = (
+    f"--rounds={options.rounds}"
+    if options.rounds
+    else f"--tokens={options.tokens}"
+  )
+  return (
+    f"{workdir.path} is complete: {standing.rounds} rounds, asked for {end}; "
+    f"the report is {workdir.report}. Ask for more to go on."
+  )

@@ -1,0 +1,308 @@
+"""The processes of a job on this machine: started, watched, started again.
+
+One thread per process waits for its exit, so that an exit is known at once;
+everything else happens in the thread that calls `step`. Children are started
+by that thread too: on Linux a child dies with the *thread* that started it.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import os
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from decoupled.errors import DecoupledError
+from decoupled.launch import affinity, child
+from decoupled.types import EventSink
+
+MAX_FAILURES = 3
+BACKOFF_S = 0.5
+_TAIL_BYTES = 1 << 16
+# A process that was asked to stop and says so by its status.
+_TERMINATED = frozenset({128 + signal.SIGTERM, 128 + signal.SIGINT})
+
+
+class RoleFailed(DecoupledError):
+  """A role cannot go on; the message names it, the cause and its log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+  """How to start one process.
+
+  Attributes:
+    name: such as `learner/1`.
+    argv: program and arguments.
+    env: its whole environment.
+    log: file that its output is appended to.
+    restarts: whether it is started again when it dies.
+  """
+
+  name: str
+  argv: tuple[str, ...]
+  env: Mapping[str, str]
+  log: Path
+  restarts: bool = True
+
+
+class _Process:
+  """One role and its current incarnation."""
+
+  def __init__(self, role: Role):
+    self.role = role
+    self.popen: subprocess.Popen[bytes] | None = None
+    self.attempt = 0
+    self.was_ready = False
+    self.failures = 0  # since it was ready last
+    self.start_at_s: float | None = None  # a restart that is due then
+    self.owed_since_s: float | None = None  # until it is ready again
+    self.faults: collections.deque[bool] = collections.deque()
+    self.finished: int | None = None  # last exit status, if that was final
+    self.log_start = 0
+
+
+class Supervisor:
+  """Keeps the roles of a job running.
+
+  Args:
+    events: where exits and restarts are recorded.
+    backoff_s: wait before the first restart; doubles with each failure.
+    max_failures: failures in a row, without being ready, that end the run.
+  """
+
+  def __init__(
+    self,
+    events: EventSink,
+    *,
+    backoff_s: float = BACKOFF_S,
+    max_failures: int = MAX_FAILURES,
+  ):
+    self._events = events
+    self._backoff_s = backoff_s
+    self._max_failures = max_failures
+    self._processes: dict[str, _Process] = {}
+    self._exits: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+    self._stopping = False
+
+  # ---- what is running -------------------------------------------------------
+
+  def pid(self, role: str) -> int | None:
+    """Process id of a running role, None while it is down."""
+    process = self._processes.get(role)
+    return process.popen.pid if process and process.popen else None
+
+  def running(self) -> tuple[str, ...]:
+    return tuple(n for n, p in self._processes.items() if p.popen is not None)
+
+  def owed(self) -> dict[str, float]:
+    """Roles whose restart is owed: since when, monotonic seconds."""
+    return {
+      name: process.owed_since_s
+      for name, process in self._processes.items()
+      if process.owed_since_s is not None
+    }
+
+  def finished(self, role: str) -> int | None:
+    """Exit status of a role that will not be started again, else None."""
+    return self._processes[role].finished
+
+  # ---- acting ----------------------------------------------------------------
+
+  def start(self, role: Role) -> None:
+    """Starts a role for the first time."""
+    self._processes[role.name] = process = _Process(role)
+    self._spawn(process)
+
+  def ready(self, role: str) -> None:
+    """Says that a role has got as far as doing its work."""
+    process = self._processes[role]
+    if process.popen is not None:
+      process.was_ready = True
+      process.failures = 0
+      process.owed_since_s = None
+
+  def send(self, role: str, number: signal.Signals) -> bool:
+    """Sends a signal to a role's process; False where it is down."""
+    process = self._processes.get(role)
+    if process is None or process.popen is None:
+      return False
+    # Popen.send_signal polls first, and would steal the exit of the waiter.
+    with contextlib.suppress(ProcessLookupError):
+      os.kill(process.popen.pid, number)
+      return True
+    return False
+
+  def expect_fault(self, role: str, restart: bool) -> None:
+    """Says that the role's next exit was injected."""
+    self._processes[role].faults.append(restart)
+
+  def step(self, limit_s: float) -> list[str]:
+    """Waits for exits, `limit_s` at most, handles them, starts what is due.
+
+    Returns:
+      The roles that exited.
+
+    Raises:
+      RoleFailed: a role failed for good.
+    """
+    exited: list[str] = []
+    due_s = [p.start_at_s for p in self._processes.values() if p.start_at_s]
+    now_s = time.monotonic()
+    limit_s = max(0.0, min([limit_s, *(due - now_s for due in due_s)]))
+    with contextlib.suppress(queue.Empty):
+      block = True
+      while True:
+        name, pid, status = self._exits.get(block, limit_s)
+        block = False  # the rest only if it is there already
+        exited.append(name)
+        self._handle_exit(self._processes[name], pid, status)
+    self._start_due()
+    return exited
+
+  def stop(self, limit_s: float, number: signal.Signals) -> None:
+    """Sends `number` to whatever runs; SIGKILL after the limit."""
+    self._stopping = True
+    for process in self._processes.values():
+      process.start_at_s = process.owed_since_s = None
+    for number_s, wait_s in ((number, limit_s), (signal.SIGKILL, 10.0)):
+      for name in self.running():
+        self.send(name, number_s)
+        # A stopped process acts on nothing but SIGKILL before it continues.
+        self.send(name, signal.SIGCONT)
+      deadline = time.monotonic() + wait_s
+      while self.running() and time.monotonic() < deadline:
+        self.step(min(0.2, wait_s))
+      if not self.running():
+        return
+
+  def no_more_restarts(self) -> None:
+    """From now on an exit is an end."""
+    self._stopping = True
+    for process in self._processes.values():
+      process.start_at_s = process.owed_since_s = None
+
+  # ---- exits -----------------------------------------------------------------
+
+  def _handle_exit(self, process: _Process, pid: int, status: int) -> None:
+    role = process.role
+    process.popen = None
+    # Whatever it has left behind in its process group goes with it.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+      os.killpg(pid, signal.SIGKILL)
+    self._events.emit(
+      "exit",
+      role=role.name,
+      code=status if status >= 0 else None,
+      signal=signal.Signals(-status).name if status < 0 else None,
+    )
+    process.owed_since_s = None
+    again = self._wants_restart(process, status)
+    if again:
+      self._plan_restart(process)
+    else:
+      process.finished = status
+
+  def _wants_restart(self, process: _Process, status: int) -> bool:
+    """Whether to start it again; raises RoleFailed where that is hopeless."""
+    fault = process.faults.popleft() if process.faults else None
+    if self._stopping or fault is False:
+      return False
+    if fault:  # injected: says nothing about the role
+      return process.role.restarts or self._fail(process, status)
+    if status == 0:
+      return False
+    process.failures += 1
+    terminated = status < 0 or status in _TERMINATED
+    hopeless = (
+      not process.role.restarts
+      or (not process.was_ready and not terminated)
+      or process.failures > self._max_failures
+    )
+    return self._fail(process, status) if hopeless else True
+
+  def _fail(self, process: _Process, status: int) -> bool:
+    process.finished = status
+    raise RoleFailed(failure_line(process.role, status, process.log_start))
+
+  def _plan_restart(self, process: _Process) -> None:
+    now_s = time.monotonic()
+    wait_s = self._backoff_s * 2 ** max(0, process.failures - 1)
+    process.start_at_s = now_s + (wait_s if process.failures > 1 else 0.0)
+    process.owed_since_s = now_s
+
+  def _start_due(self) -> None:
+    now_s = time.monotonic()
+    for process in self._processes.values():
+      if process.start_at_s is not None and process.start_at_s <= now_s:
+        process.start_at_s = None
+        self._spawn(process)
+
+  def _spawn(self, process: _Process) -> None:
+    role = process.role
+    process.attempt += 1
+    env = dict(role.env) | {child.VARIABLE: str(os.getpid())}
+    if process.attempt > 1:
+      core = affinity.boot_core()
+      if core is not None:
+        env[affinity.VARIABLE] = str(core)
+      self._events.emit("restart", role=role.name, attempt=process.attempt)
+    role.log.parent.mkdir(parents=True, exist_ok=True)
+    with role.log.open("ab") as log:
+      process.log_start = log.tell()
+      # A session of its own: Ctrl-C reaches the runner, which drains first.
+      popen = subprocess.Popen(
+        role.argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+      )
+    process.popen = popen
+    threading.Thread(
+      target=self._await_exit,
+      args=(role.name, popen),
+      name=f"wait {role.name}",
+      daemon=True,
+    ).start()
+
+  def _await_exit(self, name: str, popen: "subprocess.Popen[bytes]") -> None:
+    status = popen.wait()
+    self._exits.put((name, popen.pid, status))
+
+
+def failure_line(role: Role, status: int, log_start: int = 0) -> str:
+  """One line: role, how it ended, the cause its log gives, and the log."""
+  how = (
+    f"was ended by {signal.Signals(-status).name}"
+    if status < 0
+    else f"exited with status {status}"
+  )
+  cause = last_error(role.log, log_start)
+  return (
+    f"{role.name} {how}"
+    + (f": {cause}" if cause else "")
+    + (f"; see {role.log}")
+  )
+
+
+def last_error(log: Path, start: int = 0) -> str:
+  """The last line of a log that reads like an error, else its last line."""
+  try:
+    with log.open("rb") as file:
+      size = file.seek(0, os.SEEK_END)
+      file.seek(max(start, size - _TAIL_BYTES))
+      text = file.read().decode("utf-8", "replace")
+  except OSError:
+    return ""
+  lines = [line.strip() for line in text.splitlines() if line.strip()]
+  pattern = re.compile(r"^(decoupled \w+: |[\w.]*(Error|Exception|Refused)\b)")
+  errors = [line for line in lines if pattern.match(line)]
+  return (errors or lines or [""])[-1]
