@@ -78,7 +78,7 @@ COMMANDS: dict[str, Command] = {
   ),
   "status": Command(
     "where a job is: phase, rounds, learners",
-    "decoupled.launch.control:status",
+    "decoupled.launch.control:show_status",
     flags.job,
     flags.job_options,
   ),
@@ -163,15 +163,15 @@ def parse(
       + (takes if COMMANDS[name].configured else "flags only")
     )
   if COMMANDS[name].configured:
-    files += values["gin_file"].value
-    bindings += values["gin_bindings"].value
+    files += values["gin_file"].value or []
+    bindings += values["gin_bindings"].value or []
   return values, files, bindings
 
 
 def flag_values(name: str) -> absl_flags.FlagValues:
   """The flags of a command."""
   command = COMMANDS[name]
-  values = absl_flags.FlagValues()
+  values = absl_flags.FlagValues()  # type: ignore[no-untyped-call]
   values.set_gnu_getopt(True)  # flags and positional arguments may mix
   if command.configured:
     flags.config_flags(values)
@@ -243,9 +243,10 @@ def help_for(name: str) -> str:
   for flag in sorted(values):
     default = values[flag].default
     shown = "" if default in (None, "", []) else f" (default: {default})"
+    text = " ".join((values[flag].help or "").split())
     lines += ["", f"  --{flag}"]
     lines += textwrap.wrap(
-      f"{values[flag].help}{shown}",
+      text + shown,
       78,
       initial_indent=" " * 6,
       subsequent_indent=" " * 6,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from decoupled.errors import ConfigError
+from decoupled.learner.settings import Mesh
 
 # Settings for one process that would change, or break, another one.
 _SCRUBBED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC", "PJRT_NPROC")
@@ -61,6 +62,11 @@ def plan(
   if not names:
     return Devices("cpu", simulate)
   return Devices(platform, len(names) // learners, divide(names, learners))
+
+
+def suiting(mesh: Mesh) -> int:
+  """CPU devices to simulate for a mesh: two where it takes what there is."""
+  return mesh.data * mesh.fsdp if mesh.data else max(2, mesh.fsdp)
 
 
 def divide(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -135,63 +136,63 @@ def stop(values: flags.FlagValues) -> None:
 
 
 def run_options(values: flags.FlagValues, default: Path) -> RunOptions:
-  rounds, tokens = values["rounds"].value, values["tokens"].value
+  rounds, tokens = _get(values, "rounds"), _get(values, "tokens")
   if rounds is None:
     rounds = 0 if tokens else DEFAULT_ROUNDS
   return RunOptions(
     workdir=_path(values, default),
-    store=values["store"].value,
-    learners=values["learners"].value,
-    hosts_per_learner=values["hosts_per_learner"].value,
-    devices_per_host=values["devices_per_host"].value,
-    standbys=values["standbys"].value,
+    store=_get(values, "store"),
+    learners=_get(values, "learners"),
+    hosts_per_learner=_get(values, "hosts_per_learner"),
+    devices_per_host=_get(values, "devices_per_host"),
+    standbys=_get(values, "standbys"),
     rounds=rounds,
     tokens=tokens,
-    chaos=values["chaos"].value,
-    seed=values["seed"].value,
-    resume=values["resume"].value,
-    http_port=values["http_port"].value,
+    chaos=_get(values, "chaos"),
+    seed=_get(values, "seed"),
+    resume=_get(values, "resume"),
+    http_port=_get(values, "http_port"),
   )
 
 
 def syncer_options(values: flags.FlagValues, default: Path) -> SyncerOptions:
   return SyncerOptions(
     workdir=_path(values, default),
-    store=values["store"].value,
-    bind=values["bind"].value,
-    learners=values["learners"].value,
-    rounds=values["rounds"].value or 0,
-    tokens=values["tokens"].value,
-    seed=values["seed"].value,
-    resume=values["resume"].value,
+    store=_get(values, "store"),
+    bind=_get(values, "bind"),
+    learners=_get(values, "learners"),
+    rounds=_get(values, "rounds") or 0,
+    tokens=_get(values, "tokens"),
+    seed=_get(values, "seed"),
+    resume=_get(values, "resume"),
     token_file=_optional_path(values, "token_file"),
-    started_at=values["started_at"].value,
-    allow_remote=values["allow_remote"].value,
+    started_at=_get(values, "started_at"),
+    allow_remote=_get(values, "allow_remote"),
   )
 
 
 def learner_options(values: flags.FlagValues, default: Path) -> LearnerOptions:
   workdir = _path(values, default)
-  ranks, rank = values["num_processes"].value, values["process_id"].value
+  ranks, rank = _get(values, "num_processes"), _get(values, "process_id")
   if ranks < 1 or rank >= ranks:
     raise ConfigError(
       f"--process_id={rank} must be below --num_processes={ranks}"
     )
   return LearnerOptions(
     workdir=workdir,
-    store=values["store"].value,
+    store=_get(values, "store"),
     syncer_address=(
-      values["syncer_address"].value or f"@{workdir / 'syncer.address'}"
+      _get(values, "syncer_address") or f"@{workdir / 'syncer.address'}"
     ),
-    learner_id=values["learner_id"].value,
-    learners=values["learners"].value,
+    learner_id=_get(values, "learner_id"),
+    learners=_get(values, "learners"),
     process_id=rank,
     num_processes=ranks,
-    coordinator_address=values["coordinator_address"].value,
+    coordinator_address=_get(values, "coordinator_address"),
     token_file=_optional_path(values, "token_file"),
-    seed=values["seed"].value,
-    devices_per_host=values["devices_per_host"].value,
-    started_at=values["started_at"].value,
+    seed=_get(values, "seed"),
+    devices_per_host=_get(values, "devices_per_host"),
+    started_at=_get(values, "started_at"),
   )
 
 
@@ -200,24 +201,28 @@ def evaluate_options(
 ) -> EvaluateOptions:
   return EvaluateOptions(
     workdir=_path(values, default),
-    store=values["store"].value,
-    seed=values["seed"].value,
-    devices_per_host=values["devices_per_host"].value,
-    started_at=values["started_at"].value,
+    store=_get(values, "store"),
+    seed=_get(values, "seed"),
+    devices_per_host=_get(values, "devices_per_host"),
+    started_at=_get(values, "started_at"),
   )
 
 
 def doctor_options(values: flags.FlagValues, default: Path) -> DoctorOptions:
   return DoctorOptions(
     workdir=_path(values, default),
-    learners=values["learners"].value,
-    devices_per_host=values["devices_per_host"].value,
+    learners=_get(values, "learners"),
+    devices_per_host=_get(values, "devices_per_host"),
   )
 
 
 def job_options(values: flags.FlagValues, default: Path) -> JobOptions:
-  limit_s = values["limit_s"].value if "limit_s" in values else 60.0
+  limit_s = _get(values, "limit_s") if "limit_s" in values else 60.0
   return JobOptions(_path(values, default), limit_s)
+
+
+def _get(values: flags.FlagValues, name: str) -> Any:
+  return values[name].value
 
 
 # ---- one flag each -----------------------------------------------------------
@@ -290,8 +295,8 @@ def _started_at(values: flags.FlagValues) -> None:
 
 
 def _path(values: flags.FlagValues, default: Path) -> Path:
-  return Path(values["workdir"].value or default)
+  return Path(_get(values, "workdir") or default)
 
 
 def _optional_path(values: flags.FlagValues, name: str) -> Path | None:
-  return Path(values[name].value) if values[name].value else None
+  return Path(_get(values, name)) if _get(values, name) else None

@@ -22,13 +22,12 @@ from decoupled.chaos.proxy import Proxy
 from decoupled.chaos.schedule import Schedule
 from decoupled.config import Config, contract_lines, gin_text, validate
 from decoupled.errors import ConfigError, DecoupledError
+from decoupled.launch import control, pending
 from decoupled.launch import devices as devices_lib
-from decoupled.launch import pending
 from decoupled.launch.devices import Devices
-from decoupled.launch.options import RunOptions
+from decoupled.launch.options import JobOptions, RunOptions
 from decoupled.launch.supervisor import Role, RoleFailed, Supervisor
 from decoupled.launch.workdir import Standing, Workdir
-from decoupled.observe import page, report, summary
 from decoupled.observe.events import EventLog, EventReader
 from decoupled.observe.progress import Progress
 from decoupled.wire.address import published_address
@@ -54,7 +53,8 @@ def run(config: Config, options: RunOptions) -> int:
   plan = chaos_plan.parse(options.chaos)
   _check(config, options, plan)
   devices = devices_lib.plan(
-    options.learners, options.devices_per_host or _simulated(config)
+    options.learners,
+    options.devices_per_host or devices_lib.suiting(config.mesh),
   )
   validate(config, learners=options.learners, devices=devices.per_learner)
   workdir = Workdir(options.workdir)
@@ -99,12 +99,6 @@ def _check(
   injectors.check(plan, options.learners)
 
 
-def _simulated(config: Config) -> int:
-  """CPU devices that suit the mesh: two where it takes whatever there is."""
-  mesh = config.mesh
-  return mesh.data * mesh.fsdp if mesh.data else max(2, mesh.fsdp)
-
-
 class _Job:
   """One job from its first process to its report."""
 
@@ -132,9 +126,7 @@ class _Job:
     self._reader.new()  # what earlier jobs wrote
     self._events = EventLog(workdir.events, self._started_at)
     self._supervisor = Supervisor(self._events)
-    self._progress = Progress(
-      workdir.path, rounds=options.rounds, learners=options.learners
-    )
+    self._progress = Progress(workdir.path, options.rounds)
 
   def run(self) -> int:
     status, reason = "failed", ""
@@ -224,7 +216,7 @@ class _Job:
     env: dict[str, str],
     restarts: bool = True,
   ) -> Role:
-    argv = (
+    argv: tuple[str, ...] = (
       *(sys.executable, "-m", "decoupled.cli", command),
       str(self._workdir.config),
       f"--workdir={self._workdir.path}",
@@ -348,9 +340,7 @@ class _Job:
     self._events.emit("end", status=status, reason=reason)
     self._events.close()
     self._progress.close()
-    written = report.write(self._workdir.path)
-    page.write(self._workdir.path)
-    print("\n".join(summary.summary_lines(written)))
+    control.write_report(JobOptions(self._workdir.path))
     if status == "failed":
       raise DecoupledError(f"the job failed: {reason}")
     if status == "interrupted":

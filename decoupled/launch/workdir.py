@@ -143,8 +143,8 @@ class Workdir:
     if held is None:
       if resume == "required":
         raise ConfigError(
-          f"--resume=required, but {self.path} holds no run: name the --workdir "
-          "of the run, or say --resume=auto"
+          f"--resume=required, but {self.path} holds no run: name the "
+          "--workdir of the run, or say --resume=auto"
         )
       return Standing()
     if resume == "never":
