@@ -59,7 +59,9 @@ def grace_s(
   """Seconds to wait beyond the quorum; arguments broadcast, see Equation 3."""
   step = np.asarray(step_s, np.float64)
   spent = np.asarray(quorum_wait_s, np.float64) + np.asarray(sync_s, np.float64)
-  free = policy.gamma * (policy.tau * step - spent)
-  most = policy.max_grace_rounds * np.asarray(round_s, np.float64)
+  # Below quorum the wait is infinite; 0 x inf then counts as unknown.
+  with np.errstate(invalid="ignore"):
+    free = policy.gamma * (policy.tau * step - spent)
+    most = policy.max_grace_rounds * np.asarray(round_s, np.float64)
   unknown = np.isnan(free) | np.isnan(most)
   return np.where(unknown, 0.0, np.clip(free, 0.0, np.maximum(most, 0.0)))
