@@ -225,6 +225,7 @@ class Announcement:
     wanted: copies to send now (repeats are harmless).
     refused: copies to drop, each with its reason.
     common_step: the run's step of the learning-rate schedule (design 4.10).
+    note: what the syncer is waiting for, in a sentence ("" = nothing).
   """
 
   term: int
@@ -238,6 +239,7 @@ class Announcement:
   wanted: tuple[CopyId, ...] = ()
   refused: tuple[tuple[CopyId, str], ...] = ()
   common_step: int = 0
+  note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +263,7 @@ class MergedFragment:
     common_step: the run's schedule step at this version.
     restored: the version comes from a snapshot or ends the run: adopt it by
       overwriting, whatever the adoption rule says.
+    base: the version that this one replaced (NO_VERSION: none).
   """
 
   fragment: int
@@ -269,6 +272,7 @@ class MergedFragment:
   included: CopyId | None
   common_step: int
   restored: bool = False
+  base: Version = NO_VERSION
 
 
 PROTOCOL_VERSION = 1

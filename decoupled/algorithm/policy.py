@@ -1,7 +1,9 @@
 """The contract's numbers: how often, with whom and how fragments merge."""
 
+import ast
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from decoupled.errors import ConfigError
 
@@ -106,6 +108,30 @@ class Outer:
     _between("Outer.presence_exponent", self.presence_exponent, 0.0, 1.0)
     one_of("Outer.merge", self.merge, MERGES)
     one_of("Outer.granularity", self.granularity, GRANULARITIES)
+
+
+def exchange_of(contract: Mapping[str, str]) -> Exchange:
+  """The exchange policy that a run's contract lines spell out.
+
+  Args:
+    contract: lines such as `Exchange.H -> 24`; others are ignored, missing
+      ones take the defaults.
+  """
+  known = {field.name for field in dataclasses.fields(Exchange)}
+  values = {
+    key.partition(".")[2]: ast.literal_eval(value)
+    for key, value in contract.items()
+    if key.startswith("Exchange.") and key.partition(".")[2] in known
+  }
+  return Exchange(**values)
+
+
+def exchange_lines(exchange: Exchange) -> tuple[tuple[str, str], ...]:
+  """The contract lines of a policy; `exchange_of` reads them back."""
+  return tuple(
+    (f"Exchange.{field.name}", repr(getattr(exchange, field.name)))
+    for field in dataclasses.fields(exchange)
+  )
 
 
 def _at_least(name: str, value: float, least: float) -> None:

@@ -16,7 +16,13 @@ from decoupled.types import (
 
 
 class LearnerWire(Protocol):
-  """One learner's connection to its syncer; usable again after a loss."""
+  """One learner's connection to its syncer; usable again after a loss.
+
+  Attributes:
+    peer: the syncer's address, for messages.
+  """
+
+  peer: str
 
   def hello(self, hello: Hello) -> Welcome:
     """Claims a learner id; blocks up to the wire's limit.
@@ -46,9 +52,7 @@ class LearnerWire(Protocol):
     carried over into the newer one.
     """
 
-  def contribute(
-    self, contribution: Contribution, base: Arrays | None
-  ) -> str:
+  def contribute(self, contribution: Contribution, base: Arrays | None) -> str:
     """Sends one copy; blocks up to the wire's limit.
 
     Args:

@@ -86,7 +86,6 @@ class MemoryNetwork:
     self._events: list[_Event] = []
     self._order = itertools.count()
     self._wires: list[MemoryWire] = []
-    self._generation = -1
     self._tick_at = math.inf
 
   def wire(self) -> "MemoryWire":
@@ -116,10 +115,8 @@ class MemoryNetwork:
       self.after(
         self.merge_s, lambda j=job: self.rounds.merged(self.clock.now(), j)
       )
-    if self.rounds.generation != self._generation:
-      self._generation = self.rounds.generation
-      for wire in self._wires:
-        wire.announce()
+    for wire in self._wires:
+      wire.announce()
     at = self.rounds.wake_at(self.clock.now())
     if at < math.inf and not (self.clock.now() < self._tick_at <= at):
       self._tick_at = at
@@ -143,7 +140,6 @@ class MemoryNetwork:
   def connected(self, wire: "MemoryWire") -> None:
     if wire not in self._wires:
       self._wires.append(wire)
-    self._generation = -1
 
   def disconnected(self, wire: "MemoryWire") -> None:
     if wire in self._wires:
@@ -153,9 +149,8 @@ class MemoryNetwork:
 class MemoryWire:
   """A `LearnerWire` over a `MemoryNetwork`."""
 
-  peer = "memory"
-
   def __init__(self, network: MemoryNetwork):
+    self.peer = "memory"
     self._network = network
     self._codec = "float32"
     self._on_announcement: OnAnnouncement | None = None
@@ -163,6 +158,7 @@ class MemoryWire:
     self.welcome: Welcome | None = None
     self.cut = False
     self.frozen = False
+    self._stamp: tuple[int, int, int] | None = None
 
   # --- LearnerWire -----------------------------------------------------------
 
@@ -219,14 +215,15 @@ class MemoryWire:
       merged = dataclasses.replace(merged, arrays=arrays)
     return merged
 
-  def leave(self) -> None:
+  def leave(self, why: str = "") -> None:
+    del why
     if self._silent or self.welcome is None:
       return
     self._network.disconnected(self)
     self._network.rounds.leave(self._network.clock.now(), *self._identity())
 
   def close(self) -> None:
-    self.leave()
+    self._network.disconnected(self)
     self.welcome = None
 
   # --- for tests: what can happen to a connection ----------------------------
@@ -264,8 +261,12 @@ class MemoryWire:
     return self.welcome.learner_id, self.welcome.incarnation
 
   def announce(self) -> None:
-    """Sends the syncer's current wishes, newest only."""
+    """Sends the syncer's wishes if they have changed."""
     learner_id, incarnation = self._identity()
+    stamp = (incarnation, *self._network.rounds.stamp(learner_id))
+    if stamp == self._stamp:
+      return
+    self._stamp = stamp
     member = self._network.rounds.membership.live.get(learner_id)
     if member is None or member.incarnation != incarnation:
       return

@@ -1,0 +1,370 @@
+"""What a learner does between two inner steps; owned by the loop's thread.
+
+Order matters (design 4.2): adopt what has arrived, then extract what is
+wanted, so that an extraction is always based on the newest version held, and
+both before the next step donates the parameters. Nothing here waits: what the
+background threads have for the boundary lies in deques, and what it has for
+them goes out through `landing` and `progress`.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from decoupled.algorithm import adoption, schedule
+from decoupled.algorithm.policy import Exchange
+from decoupled.clock import Clock
+from decoupled.link.agreement import Agreed, Agreement, Bits
+from decoupled.link.copies import HostCopy
+from decoupled.link.ops import DeviceArrays, FragmentOps
+from decoupled.types import (
+  NO_VERSION,
+  Announcement,
+  CopyHeader,
+  CopyId,
+  Phase,
+  Stage,
+  Version,
+)
+
+_STEP_EMA = 0.2
+_STEP_ENDS_HELD = 4096
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Extraction:
+  """A fragment on its way to the host."""
+
+  header: CopyHeader
+  device: DeviceArrays
+  step: int
+  tokens: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Staged:
+  """A merged fragment that lies on the devices, ready for adoption.
+
+  Attributes:
+    fragment: which.
+    version: its version.
+    base: the version it replaced.
+    merged: float32 units next to their leaves.
+    included: this learner's copy that the merge used, if any.
+    own_base: the units of `base`, where `carry` needs them.
+    common_step: the run's schedule step at this version.
+    restored: adopt by overwriting.
+  """
+
+  fragment: int
+  version: Version
+  base: Version
+  merged: DeviceArrays
+  included: HostCopy | None
+  own_base: DeviceArrays | None
+  common_step: int
+  restored: bool
+
+
+class Session(NamedTuple):
+  """What one accepted claim gave."""
+
+  incarnation: int
+  term: int
+
+
+class Progress(NamedTuple):
+  """What a report says about the loop; replaced as a whole."""
+
+  step: int
+  tokens: int
+  versions: tuple[Version, ...]
+  schedule_step: int
+  position: tuple[int, int]
+  stage: Stage
+  loss: float
+
+
+class Boundary:
+  """Counters, versions held, and the two device operations.
+
+  Args:
+    policy: the contract's exchange.
+    ops: device operations on the parameter tree.
+    agreement: how the hosts of this learner agree.
+    clock: for the running step time.
+    landing: takes each extraction; must not block.
+  """
+
+  def __init__(
+    self,
+    policy: Exchange,
+    ops: FragmentOps,
+    agreement: Agreement,
+    clock: Clock,
+    landing: Callable[[Extraction], None],
+  ):
+    self._policy = policy
+    self._ops = ops
+    self._agreement = agreement
+    self._clock = clock
+    self._landing = landing
+    P = policy.P
+    self.held: list[Version] = [NO_VERSION] * P
+    self.common_step = 0
+    self.announcement: Announcement | None = None
+    self.announced_at = 0.0
+    self.arrived: collections.deque[Staged] = collections.deque()
+    self.refusals: collections.deque[CopyId] = collections.deque()
+    self.step_ends: collections.deque[float] = collections.deque(
+      maxlen=_STEP_ENDS_HELD
+    )
+    self.session: Session | None = None
+    self.step_s = math.nan
+    self.unsynced_since = 0
+    self._session: Session | None = None
+    self._session_tokens = 0
+    self._session_step = 0
+    self._staged: list[dict[Version, Staged]] = [{} for _ in range(P)]
+    self._step_at = [0] * P
+    self._tokens_at = [0] * P
+    self._extracted: dict[Version, CopyId] = {}
+    self._attempts: dict[Version, int] = {}
+    self._last: tuple[float, int] | None = None
+
+  def visit(self, leaves: list[jax.Array], step: int, tokens: int) -> Agreed:
+    """Adopts, then extracts; changes `leaves` in place.
+
+    Args:
+      leaves: the parameter tree's leaves after inner step `step`.
+      step: inner steps so far.
+      tokens: tokens so far.
+
+    Returns:
+      What the hosts agreed on.
+    """
+    if self.session is not self._session:
+      self._rejoin(step, tokens)
+    self._time(step)
+    while self.arrived:
+      staged = self.arrived.popleft()
+      self._staged[staged.fragment][staged.version] = staged
+    while self.refusals:
+      self._refused(self.refusals.popleft())
+    announcement = self.announcement
+    due = self._due(announcement, step)
+    agreed = self._agreement.exchange(self._bits(announcement, due))
+    for p, version in enumerate(agreed.adopt):
+      if version > self.held[p]:
+        self._adopt(leaves, self._staged[p][version], step, tokens)
+        due.pop(p, None)  # its base has changed; next boundary
+    self._prune()
+    for p, version in enumerate(agreed.extract):
+      if version != NO_VERSION and due.get(p) == version:
+        self._extract(leaves, p, version, step, tokens)
+    return agreed
+
+  def seed(self, leaves: list[jax.Array], wanted: tuple[CopyId, ...]) -> None:
+    """Hands the initial parameters to the syncer: version 0."""
+    for copy in wanted:
+      version = Version(copy.term, -1 - copy.fragment)  # one key a fragment
+      if version in self._extracted:
+        continue
+      self._extracted[version] = copy
+      header = CopyHeader(copy, NO_VERSION, steps=0, tokens=0, total_tokens=0)
+      units = self._ops.extract(copy.fragment, leaves)
+      self._landing(Extraction(header, units, step=0, tokens=0))
+
+  def progress(
+    self,
+    step: int,
+    tokens: int,
+    schedule_step: int,
+    position: tuple[int, int],
+    stage: Stage,
+    loss: float,
+  ) -> Progress:
+    """What a report may say now; counted from the start of the session."""
+    return Progress(
+      step - self._session_step,
+      tokens - self._session_tokens,
+      tuple(self.held),
+      schedule_step,
+      position,
+      stage,
+      loss,
+    )
+
+  @property
+  def complete(self) -> bool:
+    """Whether some version of every fragment has been adopted."""
+    return all(v != NO_VERSION for v in self.held)
+
+  @property
+  def current(self) -> bool:
+    """Whether the newest announced version of every fragment is held."""
+    a = self.announcement
+    return a is not None and a.versions == tuple(self.held)
+
+  # --- pieces, in the order of `visit` ------------------------------------
+
+  def _rejoin(self, step: int, tokens: int) -> None:
+    """A new incarnation: earlier copies are void, counters go on."""
+    self._session = self.session
+    self._session_step, self._session_tokens = step, tokens
+    self._extracted.clear()
+    self._attempts.clear()
+
+  def _time(self, step: int) -> None:
+    now = self._clock.now()
+    if self._last is not None and step > self._last[1]:
+      sample = (now - self._last[0]) / (step - self._last[1])
+      self.step_ends.append(now)
+      if math.isnan(self.step_s):
+        self.step_s = sample
+      else:
+        self.step_s += _STEP_EMA * (sample - self.step_s)
+    if self._last is None or step > self._last[1]:
+      self._last = (now, step)
+
+  def _refused(self, copy: CopyId) -> None:
+    version = Version(copy.term, copy.round)
+    if self._extracted.get(version) == copy:
+      del self._extracted[version]
+
+  def _due(
+    self, announcement: Announcement | None, step: int
+  ) -> dict[int, Version]:
+    """Per fragment the round to extract for: open ones, and those ahead."""
+    session = self._session
+    if announcement is None or session is None:
+      return {}
+    draining = announcement.phase is Phase.DRAINING
+    rounds = [(r.version, r.fragment, r.base) for r in announcement.open]
+    rounds += self._ahead(announcement)
+    return {
+      p: version
+      for version, p, base in rounds
+      if version not in self._extracted
+      and self.held[p] == base
+      and (draining or step > self._step_at[p])
+    }
+
+  def _ahead(
+    self, announcement: Announcement
+  ) -> list[tuple[Version, int, Version]]:
+    """Rounds that open before this (slow) learner's next boundary."""
+    if announcement.phase is not Phase.TRAINING:
+      return []
+    busy = {r.fragment for r in announcement.open}
+    waited = self._clock.now() - self.announced_at
+    count = schedule.rounds_ahead(
+      self.step_s,
+      announcement.pace_s,
+      announcement.next_open_in_s - waited,
+      self._policy.P - len(busy),
+    )
+    ahead = []
+    for number in range(
+      announcement.next_round, announcement.next_round + count
+    ):
+      p = schedule.fragment_of(number, self._policy.P)
+      if p not in busy:
+        base = announcement.versions[p]
+        ahead.append((Version(announcement.term, number), p, base))
+    return ahead
+
+  def _bits(
+    self, announcement: Announcement | None, due: dict[int, Version]
+  ) -> Bits:
+    P = self._policy.P
+    return Bits(
+      staged=tuple(max(self._staged[p], default=NO_VERSION) for p in range(P)),
+      announced=tuple(due.get(p, NO_VERSION) for p in range(P)),
+      stop=announcement is not None
+      and announcement.phase in (Phase.DRAINING, Phase.ENDED),
+    )
+
+  def _adopt(
+    self, leaves: list[jax.Array], staged: Staged, step: int, tokens: int
+  ) -> None:
+    p = staged.fragment
+    rule = adoption.adoption_rule(
+      self._policy.adoption,
+      self.held[p],
+      staged.base,
+      staged.restored or self.held[p] == NO_VERSION,
+    )
+    reference = staged.merged
+    included = None
+    if rule == "carry":
+      if staged.included is not None:
+        reference = staged.included.device
+        included = (
+          staged.included.step - self._step_at[p],
+          staged.included.tokens - self._tokens_at[p],
+        )
+      elif staged.own_base is not None:
+        reference = staged.own_base
+      else:
+        rule = "overwrite"
+    self._ops.adopt(
+      p, leaves, rule, self._policy.blend, staged.merged, reference
+    )
+    left_steps, left_tokens = adoption.counters_after(
+      rule, step - self._step_at[p], tokens - self._tokens_at[p], included
+    )
+    self._step_at[p] = step - left_steps
+    self._tokens_at[p] = tokens - left_tokens
+    self.held[p] = staged.version
+    self.unsynced_since = step
+    self.common_step = max(self.common_step, staged.common_step)
+
+  def _prune(self) -> None:
+    """Keeps staged versions that are newer, or fed and not yet answered."""
+    fed = [bits.staged for bits in self._agreement.pinned()]
+    for p, staged in enumerate(self._staged):
+      pinned = {versions[p] for versions in fed}
+      newest = max(staged, default=NO_VERSION)
+      self._staged[p] = {
+        version: s
+        for version, s in staged.items()
+        if version > self.held[p] and (version == newest or version in pinned)
+      }
+
+  def _extract(
+    self,
+    leaves: list[jax.Array],
+    p: int,
+    version: Version,
+    step: int,
+    tokens: int,
+  ) -> None:
+    assert self._session is not None
+    attempt = self._attempts.get(version, 0)
+    self._attempts[version] = attempt + 1
+    copy = CopyId(
+      self._session.incarnation, version.term, version.round, p, attempt
+    )
+    self._extracted[version] = copy
+    self._forget_extractions(version)
+    header = CopyHeader(
+      copy=copy,
+      base=self.held[p],
+      steps=step - self._step_at[p],
+      tokens=tokens - self._tokens_at[p],
+      total_tokens=tokens - self._session_tokens,
+    )
+    units = self._ops.extract(p, leaves)
+    self._landing(Extraction(header, units, step, tokens))
+
+  def _forget_extractions(self, newest: Version) -> None:
+    """Keeps the memory of past extractions within two cycles."""
+    oldest = newest.round - 2 * self._policy.P
+    for known in (self._extracted, self._attempts):
+      for version in [v for v in known if 0 <= v.round < oldest]:
+        del known[version]

@@ -1,0 +1,674 @@
+"""The library door: a learner's connection to the run.
+
+    link = connect(address, params, learner_id=0, token_file=...)
+    params = link.begin(params)
+    while not link.done:
+      params, ... = train_step(params, ...)
+      params = link.boundary(params, step=..., tokens=...)
+    link.close()
+
+`begin` joins: it uploads version 0 if the run is empty and this learner is
+asked for it, else it fetches every fragment. `boundary` never waits while
+training goes on; it waits only where there is nothing to train for: at the
+end of the run (it then returns the final parameters and sets `done`), after
+`max_unsynced_steps` without a syncer, and in the lock-step test mode tau = 0.
+
+Threads, beside the wire's own: *lander* waits for host copies, *sender* sends
+contributions, *fetcher* brings merged fragments to the devices, *reporter*
+reports, *rejoiner* reconnects. They and the loop share only deques, immutable
+snapshots and the `Copies` table, which the loop's thread never touches.
+"""
+
+import collections
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+
+from decoupled.algorithm.policy import Exchange, exchange_of
+from decoupled.clock import Clock, MonotonicClock
+from decoupled.errors import DecoupledError, Refused, Unreachable
+from decoupled.link import tree, workers
+from decoupled.link.agreement import Agreement, OneHost
+from decoupled.link.boundary import (
+  Boundary,
+  Extraction,
+  Progress,
+  Session,
+  Staged,
+)
+from decoupled.link.copies import Copies, HostCopy
+from decoupled.link.ops import FragmentOps, Tree
+from decoupled.link.wire import LearnerWire
+from decoupled.types import (
+  NO_VERSION,
+  Announcement,
+  Arrays,
+  Contribution,
+  CopyId,
+  Hello,
+  Phase,
+  Report,
+  Stage,
+  TensorSpec,
+  Version,
+  Welcome,
+)
+
+_LOG = logging.getLogger("decoupled.link")
+_RESEND_S = 2.0  # a copy still wanted this long after it was sent goes again
+_REPEAT_S = 0.5  # an unchanged report is repeated, should one have been lost
+_SAY_S = 10.0  # how often a wait says what it waits for
+_BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
+_CLAIM_TRIES = 60  # an own old claim lapses with its lease, well before that
+
+WorkerFactory = Callable[
+  [str, workers.Handler, Callable[[BaseException], None]], workers.Worker
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+  """How long a link waits where it must; seconds.
+
+  Attributes:
+    join_s: for version 0 or for every fragment, at the start.
+    end_s: for the drain to finish.
+    rejoin_say_s: how often a lost connection is mentioned.
+  """
+
+  join_s: float = 300.0
+  end_s: float = 120.0
+  rejoin_say_s: float = 30.0
+
+
+class Link:
+  """One learner's side of the exchange; see the module docstring.
+
+  Args:
+    wire: to the syncer.
+    params: the parameter tree, for its structure, dtypes and shardings.
+    tensors: its leaves as the wire knows them, in tree order.
+    sent: per leaf whether it is sent.
+    hello: the claim to make.
+    agreement: how this learner's hosts agree; alone by default.
+    clock: for intervals only.
+    worker: makes background workers; threads by default.
+    patience: limits of waits.
+  """
+
+  def __init__(
+    self,
+    wire: LearnerWire,
+    params: Tree,
+    hello: Hello,
+    *,
+    agreement: Callable[[int], Agreement] | None = None,
+    clock: Clock | None = None,
+    worker: WorkerFactory | None = None,
+    patience: Patience | None = None,
+  ):
+    self._wire = wire
+    self._hello = hello
+    self._patience = patience or Patience()
+    self._clock = clock or MonotonicClock()
+    self._agreement = agreement or (lambda fragments: OneHost())
+    leaves, self._treedef = jax.tree.flatten(params)
+    self._leaf_index = _leaf_index(params, hello.tensors)
+    self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
+    make = worker or workers.Threaded
+    self._workers = {
+      name: make(f"link-{name}", handler, self._failed)
+      for name, handler in (
+        ("lander", self._land),
+        ("sender", self._send),
+        ("fetcher", self._fetch),
+        ("reporter", self._report),
+        ("rejoiner", self._rejoin),
+      )
+    }
+    self._wake = threading.Event()
+    self._closing = threading.Event()
+    self._landing: collections.deque[Extraction] = collections.deque()
+    self._copies = Copies()
+    self._bases: dict[tuple[int, Version], Arrays] = {}
+    self._staged_versions: dict[int, Version] = {}
+    self._sent: dict[CopyId, float] = {}
+    self._seq = 0
+    self._progress: Progress | None = None
+    self._published_at = 0.0
+    self._fatal: DecoupledError | None = None
+    self._over = ""
+    self._lost_at: float | None = None
+    self._said_at = 0.0
+    self.done = False
+    self.welcome: Welcome
+    self.policy: Exchange
+    self._ops: FragmentOps
+    self._boundary: Boundary
+
+  # --- the loop's side -----------------------------------------------------
+
+  def join(self, params: Tree) -> Welcome:
+    """Claims the id and warms up the device operations; does not wait.
+
+    Raises:
+      Refused: the syncer declined, and says why.
+      Unreachable: it did not answer within its limit.
+    """
+    welcome = self._wire.hello(self._hello)
+    self.welcome = welcome
+    self.policy = exchange_of(dict(welcome.contract))
+    leaves = jax.tree.leaves(params)
+    self._ops = FragmentOps(welcome.manifest, self._leaf_index, leaves)
+    self._ops.warm(leaves, ("overwrite", self.policy.adoption))
+    self._boundary = Boundary(
+      self.policy,
+      self._ops,
+      self._agreement(self.policy.P),
+      self._clock,
+      self._extracted,
+    )
+    self._boundary.session = Session(welcome.incarnation, welcome.term)
+    self._listen()
+    return welcome
+
+  def begin(self, params: Tree) -> Tree:
+    """Joins and waits until every fragment is adopted.
+
+    Args:
+      params: the initial parameters; they become version 0 only if the run
+        has none and this learner is asked for it.
+
+    Returns:
+      The run's parameters; `params` is consumed.
+    """
+    self.join(params)
+    leaves = self._flatten(params)
+    self._wait_for(
+      lambda: self.visit_start(leaves),
+      self._patience.join_s,
+      "the parameters of every fragment",
+    )
+    return jax.tree.unflatten(self._treedef, leaves)
+
+  def visit_start(self, leaves: list[jax.Array]) -> bool:
+    """One look before the first step; True once it may be taken."""
+    boundary = self._boundary
+    announcement = boundary.announcement
+    if announcement is not None:
+      boundary.seed(
+        leaves, tuple(c for c in announcement.wanted if c.round == 0)
+      )
+    boundary.visit(leaves, 0, 0)
+    self._publish(0, 0, 0, self.welcome.position, Stage.JOINING, float("nan"))
+    return boundary.complete and boundary.current
+
+  def boundary(
+    self,
+    params: Tree,
+    *,
+    step: int,
+    tokens: int,
+    schedule_step: int = 0,
+    position: tuple[int, int] = (0, 0),
+    loss: float = float("nan"),
+  ) -> Tree:
+    """Exchanges fragments between two inner steps.
+
+    Args:
+      params: the parameter tree after inner step `step`; consumed.
+      step: inner steps this process has taken, counted from 1.
+      tokens: tokens this process has trained on.
+      schedule_step: step of the learning-rate schedule, for the record.
+      position: data position (unit, offset) after this step.
+      loss: last training loss known, for the record.
+
+    Returns:
+      The parameters to go on with.
+    """
+    leaves = self._flatten(params)
+    stop = self.visit(leaves, step, tokens, schedule_step, position, loss)
+    if stop or self.waits(step):
+      self._stand_by(leaves, step, tokens, schedule_step, position, loss)
+    return jax.tree.unflatten(self._treedef, leaves)
+
+  def visit(
+    self,
+    leaves: list[jax.Array],
+    step: int,
+    tokens: int,
+    schedule_step: int,
+    position: tuple[int, int],
+    loss: float,
+    stage: Stage = Stage.TRAINING,
+  ) -> bool:
+    """One boundary without any wait; True if stepping must stop."""
+    if self._fatal is not None:
+      raise self._fatal
+    agreed = self._boundary.visit(leaves, step, tokens)
+    if agreed.stop or self._over:
+      stage = Stage.DRAINED
+    self._publish(step, tokens, schedule_step, position, stage, loss)
+    if self._ended():
+      self.done = True
+    return agreed.stop or bool(self._over)
+
+  def waits(self, step: int) -> bool:
+    """Whether the next inner step must wait (see the module docstring)."""
+    return self._paused(step) or (self.policy.tau == 0 and self._pending())
+
+  @property
+  def common_step(self) -> int:
+    """The run's step of the learning-rate schedule, as last adopted."""
+    return self._boundary.common_step
+
+  @property
+  def versions(self) -> tuple[Version, ...]:
+    """The version of each fragment that the parameters hold."""
+    return tuple(self._boundary.held)
+
+  def close(self) -> None:
+    """Leaves the run and ends the background threads."""
+    self._closing.set()
+    self._wake.set()
+    self._wire.leave()
+    self._wire.close()
+    for worker in self._workers.values():
+      worker.close(limit_s=5.0)
+
+  def _stand_by(
+    self,
+    leaves: list[jax.Array],
+    step: int,
+    tokens: int,
+    schedule_step: int,
+    position: tuple[int, int],
+    loss: float,
+  ) -> None:
+    """Visits boundaries without steps until there is a reason to go on."""
+
+    def visit() -> bool:
+      paused = self._paused(step)
+      stage = Stage.PAUSED if paused else Stage.TRAINING
+      stop = self.visit(
+        leaves, step, tokens, schedule_step, position, loss, stage
+      )
+      if stop:
+        return self.done
+      return not self.waits(step)
+
+    ending = self._over or self._draining()
+    limit = self._patience.end_s if ending else float("inf")
+    what = "the end of the run" if ending else "merged fragments"
+    try:
+      self._wait_for(visit, limit, what)
+    except Unreachable as error:
+      _LOG.warning("%s; stopping with the parameters at hand", error)
+      self.done = True
+
+  def _wait_for(
+    self, visit: Callable[[], bool], limit_s: float, what: str
+  ) -> None:
+    began = said = self._clock.now()
+    while not visit():
+      self._wake.wait(timeout=0.5)
+      self._wake.clear()
+      self._serve()  # what failed before is tried again
+      now = self._clock.now()
+      if self._fatal is not None:
+        raise self._fatal
+      if now - began > limit_s:
+        raise Unreachable(
+          f"waited {limit_s:.0f} s for {what} from {self._wire.peer}"
+          f"{self._note()}"
+        )
+      if now - said > _SAY_S:
+        said = now
+        _LOG.warning(
+          "waiting for %s from %s since %.0f s%s",
+          what, self._wire.peer, now - began, self._note(),
+        )  # fmt: skip
+
+  def _note(self) -> str:
+    if self._lost_at is not None:
+      return ": connection lost"
+    a = self._boundary.announcement
+    return f": {a.note}" if a is not None and a.note else ""
+
+  def _draining(self) -> bool:
+    a = self._boundary.announcement
+    return a is not None and a.phase in (Phase.DRAINING, Phase.ENDED)
+
+  def _ended(self) -> bool:
+    if self._over:
+      return True
+    a = self._boundary.announcement
+    ended = a is not None and a.phase is Phase.ENDED
+    return ended and self._boundary.current
+
+  def _paused(self, step: int) -> bool:
+    """Whether this learner has drifted too far without a syncer (4, §3)."""
+    limit = self.policy.unsynced_limit
+    return limit > 0 and step - self._boundary.unsynced_since >= limit
+
+  def _pending(self) -> bool:
+    """Lock-step mode: an open round still wants or holds our copy."""
+    a = self._boundary.announcement
+    if a is None or self._lost_at is not None:
+      return False
+    return any(r.version > self._boundary.held[r.fragment] for r in a.open) or (
+      a.versions != tuple(self._boundary.held)
+    )
+
+  def _flatten(self, params: Tree) -> list[jax.Array]:
+    leaves, treedef = jax.tree.flatten(params)
+    if treedef != self._treedef:
+      raise DecoupledError(
+        f"the parameter tree changed: {treedef} was handed in, this link was "
+        f"made for {self._treedef}"
+      )
+    for leaf, (shape, dtype) in zip(leaves, self._shapes, strict=True):
+      if leaf.shape != shape or leaf.dtype != dtype:
+        raise DecoupledError(
+          f"a parameter changed: {leaf.dtype}{leaf.shape} was handed in, this "
+          f"link was made for {dtype}{shape}"
+        )
+    return leaves
+
+  def _publish(
+    self,
+    step: int,
+    tokens: int,
+    schedule_step: int,
+    position: tuple[int, int],
+    stage: Stage,
+    loss: float,
+  ) -> None:
+    now, before = self._clock.now(), self._progress
+    progress = self._boundary.progress(
+      step, tokens, schedule_step, position, stage, loss
+    )
+    same = before is not None and before[:-1] == progress[:-1]
+    if same and now - self._published_at < _REPEAT_S:
+      return
+    self._progress, self._published_at = progress, now
+    self._workers["reporter"].put("report")
+
+  def _extracted(self, extraction: Extraction) -> None:
+    self._landing.append(extraction)
+    self._workers["lander"].put("land")
+
+  # --- behind the loop -----------------------------------------------------
+
+  def _listen(self) -> None:
+    self._lost_at = None
+    session = self._boundary.session
+    self._wire.listen(
+      lambda a: self._announced(a, session), lambda why: self._lost(why)
+    )
+
+  def _announced(self, a: Announcement, session: Session | None) -> None:
+    """Takes in what the syncer wants; called on the wire's thread."""
+    boundary = self._boundary
+    if session is not boundary.session:
+      return
+    known = boundary.announcement
+    if known is not None and (a.term, a.seq) <= (known.term, known.seq):
+      return
+    boundary.announced_at = self._clock.now()
+    boundary.announcement = a
+    for copy, _ in a.refused:
+      self._drop(copy)
+    self._serve()
+    self._wake.set()
+
+  def _serve(self) -> None:
+    """Starts whatever the newest announcement asks for; repeats do no harm."""
+    a = self._boundary.announcement
+    if a is None:
+      return
+    for p, version in enumerate(a.versions):
+      if version > self._staged_versions.get(p, NO_VERSION):
+        self._workers["fetcher"].put(p)
+    for copy in a.wanted:
+      self._workers["sender"].put(copy)
+
+  def _drop(self, copy: CopyId) -> None:
+    """A refused copy: forget it, so that the boundary extracts anew."""
+    if self._copies.get(copy) is None:
+      return
+    self._copies.drop(copy)
+    self._boundary.refusals.append(copy)
+
+  def _land(self, key: Hashable) -> None:
+    """Waits for extracted units on the host, then says they are there."""
+    del key
+    while self._landing:
+      extraction = self._landing.popleft()
+      self._copies.add(
+        HostCopy(
+          extraction.header,
+          self._ops.host(extraction.device),
+          extraction.device,
+          extraction.step,
+          extraction.tokens,
+        )
+      )
+      self._workers["reporter"].put("report")
+      self._serve()  # a seed is wanted before it has landed
+
+  def _send(self, key: Hashable) -> None:
+    """Sends one wanted copy; a repetition sends the same bytes."""
+    assert isinstance(key, CopyId)
+    copy = self._copies.get(key)
+    now = self._clock.now()
+    if copy is None or now - self._sent.get(key, -_RESEND_S) < _RESEND_S:
+      return
+    base = None
+    if self.policy.codec != "float32":
+      base = self._bases.get((key.fragment, copy.header.base))
+    reason = self._wire.contribute(
+      Contribution(self.welcome.learner_id, copy.header, copy.arrays), base
+    )
+    self._sent[key] = self._clock.now()
+    if len(self._sent) > 4 * self.policy.P:
+      self._sent.pop(next(iter(self._sent)))
+    if reason:
+      _LOG.info("contribution %s was refused: %s", key, reason)
+      self._drop(key)
+      self._workers["reporter"].put("report")
+
+  def _fetch(self, key: Hashable) -> None:
+    """Brings the newest version of a fragment next to the parameters."""
+    assert isinstance(key, int)
+    a = self._boundary.announcement
+    held = self._staged_versions.get(key, NO_VERSION)
+    if a is None or not a.versions or a.versions[key] <= held:
+      return
+    base = self._bases.get((key, held))
+    merged = self._wire.fetch(key, held, base)
+    if merged.version <= held:
+      return
+    if self._keeps_bases:
+      self._bases[(key, merged.version)] = merged.arrays
+      for old in [v for p, v in self._bases if p == key and v < held]:
+        del self._bases[(key, old)]
+    included = None
+    if merged.included is not None:
+      included = self._copies.get(merged.included)
+    own_base = None
+    if self.policy.adoption == "carry" and included is None:
+      own = self._bases.get((key, merged.base))
+      own_base = None if own is None else self._ops.stage(key, own)
+    self._boundary.arrived.append(
+      Staged(
+        fragment=key,
+        version=merged.version,
+        base=merged.base,
+        merged=self._ops.stage(key, merged.arrays),
+        included=included,
+        own_base=own_base,
+        common_step=merged.common_step,
+        restored=merged.restored,
+      )
+    )
+    self._staged_versions[key] = merged.version
+    self._wake.set()
+
+  @property
+  def _keeps_bases(self) -> bool:
+    return self.policy.adoption == "carry" or self.policy.codec != "float32"
+
+  def _report(self, key: Hashable) -> None:
+    """Sends whole state: progress, copies and versions held."""
+    del key
+    progress, session = self._progress, self._boundary.session
+    if progress is None or session is None or self._lost_at is not None:
+      return
+    self._copies.drop_older(session.term, progress.versions)
+    ends = []
+    while self._boundary.step_ends:
+      ends.append(self._boundary.step_ends.popleft())
+    self._seq += 1
+    self._wire.report(
+      Report(
+        learner_id=self.welcome.learner_id,
+        incarnation=session.incarnation,
+        seq=self._seq,
+        stage=progress.stage,
+        step=progress.step,
+        tokens=progress.tokens,
+        schedule_step=progress.schedule_step,
+        copies=tuple(
+          h
+          for h in self._copies.headers()
+          if h.copy.incarnation == session.incarnation
+        ),
+        versions=progress.versions,
+        position=progress.position,
+        sent_at_s=self._clock.now(),
+        step_ends_s=tuple(ends),
+        loss=progress.loss,
+      )
+    )
+
+  # --- when the connection is lost ------------------------------------------
+
+  def _lost(self, why: str) -> None:
+    if self._closing.is_set() or self._lost_at is not None:
+      return
+    _LOG.warning(
+      "lost the syncer at %s: %s; training goes on", self._wire.peer, why
+    )
+    self._lost_at = self._clock.now()
+    self._said_at = self._lost_at
+    self._wake.set()
+    self._workers["rejoiner"].put(0)
+
+  def _rejoin(self, key: Hashable) -> None:
+    """Tries once to claim the id again; a failure queues the next try."""
+    assert isinstance(key, int)
+    if self._closing.is_set():
+      return
+    hello = dataclasses.replace(
+      self._hello,
+      learner_id=self.welcome.learner_id,
+      run_id=self.welcome.run_id,
+      previous=self.welcome.incarnation,
+    )
+    try:
+      self._rejoined(self._wire.hello(hello))
+      return
+    except Refused as error:
+      if error.reason == "ended":
+        self._over = str(error)
+      elif error.reason != "claimed" or key > _CLAIM_TRIES:
+        self._fatal = error
+      if self._over or self._fatal is not None:
+        self._wake.set()
+        return
+    except Unreachable as error:
+      now = self._clock.now()
+      if now - self._said_at > self._patience.rejoin_say_s:
+        self._said_at = now
+        _LOG.warning("still no syncer: %s; training goes on", error)
+    backoff_s = _BACKOFF_S[min(key, len(_BACKOFF_S) - 1)]
+    self._workers["rejoiner"].put(key + 1, backoff_s)
+
+  def _rejoined(self, welcome: Welcome) -> None:
+    if welcome.manifest != self.welcome.manifest:
+      self._fatal = Refused(
+        "contract",
+        f"the syncer at {self._wire.peer} now cuts the model into other "
+        "fragments: start this learner again",
+      )
+      self._wake.set()
+      return
+    self.welcome = welcome
+    self._copies.clear()
+    self._sent.clear()
+    self._boundary.announcement = None
+    self._boundary.session = Session(welcome.incarnation, welcome.term)
+    self._listen()
+    self._workers["reporter"].put("report")
+    _LOG.warning("joined the run again as incarnation %d", welcome.incarnation)
+
+  def _failed(self, error: BaseException) -> None:
+    """A background task failed; the loop goes on, the next try may not."""
+    if isinstance(error, DecoupledError):
+      _LOG.info("%s", error)
+    else:
+      _LOG.exception("background task failed", exc_info=error)
+
+
+def _leaf_index(
+  params: Tree, tensors: tuple[TensorSpec, ...]
+) -> dict[str, int]:
+  """Position among the tree's leaves of every tensor that is sent."""
+  index = {name: i for i, name in enumerate(tree.names(params))}
+  missing = [t.name for t in tensors if t.name not in index]
+  if missing:
+    raise DecoupledError(
+      f"no leaf of the parameter tree is called {missing[0]}"
+    )
+  return index
+
+
+def connect(
+  address: str,
+  params: Any,
+  *,
+  learner_id: int = -1,
+  roles: Any = None,
+  token_file: str = "",
+  contract: tuple[tuple[str, str], ...] = (),
+) -> Link:
+  """A link to the syncer at `address` for any pytree of JAX arrays.
+
+  Args:
+    address: `host:port`, IPv6 as `[::1]:port`.
+    params: the parameter tree; it defines names, shapes and dtypes.
+    learner_id: the id to claim, -1 for any free one.
+    roles: a tree of roles like `params`, or a function from a leaf's name to
+      its role; None makes every float a weight and leaves the rest alone.
+    token_file: file with the run token.
+    contract: further `key, value` lines that all learners must agree on.
+  """
+  import os
+  import socket
+
+  from decoupled.wire import client, credentials
+
+  token = credentials.read_token(token_file) if token_file else ""
+  hello = Hello(
+    learner_id=learner_id,
+    holder=f"{socket.gethostname()}:{os.getpid()}",
+    run_id="",
+    tensors=tree.tensor_specs(params, roles),
+    contract=contract,
+  )
+  return Link(client.GrpcLearnerWire(address, token), params, hello)

@@ -1,0 +1,176 @@
+"""Device operations of a boundary: take a fragment out, put one back.
+
+Everything works unit by unit on whole leaves, so that the number of compiled
+programs is the number of distinct (shape, sharding) pairs, not of fragments.
+Extraction copies: the training step may donate its inputs afterwards.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decoupled.algorithm import adoption
+from decoupled.types import Arrays, Manifest, Unit
+
+DeviceArrays: TypeAlias = tuple[jax.Array, ...]
+Tree: TypeAlias = Any
+
+
+@jax.jit
+def _copy(leaf: jax.Array) -> jax.Array:
+  return jnp.copy(leaf)
+
+
+@jax.jit
+def _layer(leaf_LxS: jax.Array, layer: jax.Array) -> jax.Array:
+  return jax.lax.dynamic_index_in_dim(leaf_LxS, layer, keepdims=False)
+
+
+def _mix(
+  rule: str,
+  blend: float,
+  local: jax.Array,
+  merged: jax.Array,
+  reference: jax.Array,
+) -> jax.Array:
+  """One unit after adoption, in float32, then in the leaf's own dtype."""
+  wide = local.astype(jnp.float32)
+  if rule == "carry":
+    mixed = adoption.carry(wide, merged, reference.astype(jnp.float32))
+  elif rule == "blend":
+    mixed = adoption.blend(wide, merged, blend)
+  else:
+    mixed = merged
+  return mixed.astype(local.dtype)
+
+
+_put = jax.jit(_mix, static_argnums=(0, 1))
+
+
+def _mix_layer(
+  rule: str,
+  blend: float,
+  leaf_LxS: jax.Array,
+  merged: jax.Array,
+  reference: jax.Array,
+  layer: jax.Array,
+) -> jax.Array:
+  local = jax.lax.dynamic_index_in_dim(leaf_LxS, layer, keepdims=False)
+  mixed = _mix(rule, blend, local, merged, reference)
+  return jax.lax.dynamic_update_index_in_dim(leaf_LxS, mixed, layer, 0)
+
+
+# The stacked leaf is donated: one layer changes, the others stay in place.
+_put_layer = jax.jit(_mix_layer, static_argnums=(0, 1), donate_argnums=(2,))
+
+
+class FragmentOps:
+  """Extraction and adoption on one learner's parameter tree.
+
+  Args:
+    manifest: which unit belongs to which fragment.
+    leaf_index: position of each tensor among the tree's leaves, by name.
+    leaves: the tree's leaves, for shapes, dtypes and shardings only.
+  """
+
+  def __init__(
+    self,
+    manifest: Manifest,
+    leaf_index: dict[str, int],
+    leaves: Sequence[jax.Array],
+  ):
+    self._manifest = manifest
+    self._leaf_index = leaf_index
+    self._sharding = [leaf.sharding for leaf in leaves]
+    self._layers: dict[int, jax.Array] = {}
+
+  def extract(self, fragment: int, leaves: list[jax.Array]) -> DeviceArrays:
+    """Copies of the fragment's units; their host copies are under way."""
+    taken = tuple(
+      _copy(leaves[i])
+      if unit.layer is None
+      else _layer(leaves[i], self._layer_index(unit.layer))
+      for unit, i in self._units(fragment)
+    )
+    for array in taken:
+      array.copy_to_host_async()
+    return taken
+
+  def adopt(
+    self,
+    fragment: int,
+    leaves: list[jax.Array],
+    rule: str,
+    blend: float,
+    merged: DeviceArrays,
+    reference: DeviceArrays,
+  ) -> None:
+    """Replaces the fragment's units in `leaves`.
+
+    Args:
+      fragment: which.
+      leaves: the tree's leaves, changed in place; stacked ones are donated.
+      rule: overwrite, carry or blend.
+      blend: share of the local value kept by `blend`.
+      merged: the new global units, float32, on the leaves' devices.
+      reference: what `carry` subtracts from the local units; else `merged`.
+    """
+    units = self._units(fragment)
+    for (unit, i), new, old in zip(units, merged, reference, strict=True):
+      if unit.layer is None:
+        leaves[i] = _put(rule, blend, leaves[i], new, old)
+      else:
+        layer = self._layer_index(unit.layer)
+        leaves[i] = _put_layer(rule, blend, leaves[i], new, old, layer)
+
+  def stage(self, fragment: int, arrays: Arrays) -> DeviceArrays:
+    """Moves host units next to their leaves; called off the loop's thread."""
+    return tuple(
+      jax.device_put(array, self._sharding_of(unit, i))
+      for (unit, i), array in zip(self._units(fragment), arrays, strict=True)
+    )
+
+  def warm(self, leaves: Sequence[jax.Array], rules: Sequence[str]) -> None:
+    """Compiles every extraction and adoption there will ever be."""
+    for fragment in range(len(self._manifest.fragments)):
+      scratch = [jnp.copy(leaf) for leaf in leaves]
+      units = self.extract(fragment, scratch)
+      zeros = self.stage(
+        fragment, tuple(np.zeros(u.shape, np.float32) for u in units)
+      )
+      for rule in rules:
+        # the reference is either a staged base or an extracted copy
+        self.adopt(fragment, scratch, rule, 0.5, zeros, zeros)
+        if rule == "carry":
+          self.adopt(fragment, scratch, rule, 0.5, zeros, units)
+      jax.block_until_ready(scratch)
+
+  def host(self, units: DeviceArrays) -> Arrays:
+    """Waits for extracted units on the host; float32 on the wire."""
+    return tuple(np.asarray(u).astype(np.float32, copy=False) for u in units)
+
+  def _units(self, fragment: int) -> list[tuple[Unit, int]]:
+    return [
+      (unit, self._leaf_index[unit.tensor])
+      for unit in self._manifest.fragments[fragment]
+    ]
+
+  def _layer_index(self, layer: int) -> jax.Array:
+    """A layer number on the device, put there once (no transfer per step)."""
+    if layer not in self._layers:
+      self._layers[layer] = jax.device_put(np.int32(layer))
+    return self._layers[layer]
+
+  def _sharding_of(self, unit: Unit, leaf: int) -> jax.sharding.Sharding:
+    sharding = self._sharding[leaf]
+    if unit.layer is None or not isinstance(
+      sharding, jax.sharding.NamedSharding
+    ):
+      return sharding
+    spec = tuple(sharding.spec)[1:]
+    return jax.sharding.NamedSharding(
+      sharding.mesh, jax.sharding.PartitionSpec(*spec)
+    )

@@ -1,0 +1,357 @@
+"""The membership service: claims, control streams, the operator's calls.
+
+A claim lives as long as its control stream. Each stream is told the whole
+state whenever it changes; a reader that is slow misses intermediate states,
+never the newest one, and holds up nobody.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+
+from decoupled.errors import Refused
+from decoupled.syncer.driver import Driver, JobT
+from decoupled.types import PROTOCOL_VERSION, Heartbeat, Report, Stage, Welcome
+from decoupled.wire import messages
+from decoupled.wire.proto.decoupled.v1 import (
+  membership_pb2 as pb,
+)
+from decoupled.wire.proto.decoupled.v1 import (
+  membership_pb2_grpc as pb_grpc,
+)
+from decoupled.wire.status import JobStatus, LearnerStatus
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclasses.dataclass
+class Traffic:
+  """Bytes of messages, seen from the syncer.
+
+  Attributes:
+    bytes_up: from learners.
+    bytes_down: to learners.
+  """
+
+  bytes_up: int = 0
+  bytes_down: int = 0
+
+
+async def refuse(context: Context, error: Refused) -> NoReturn:
+  """Ends a call with a refusal that the client can read back."""
+  details = f"{error.reason}: {error}"
+  await context.abort(grpc.StatusCode.FAILED_PRECONDITION, details)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Claim:
+  """What is remembered of a granted hello."""
+
+  incarnation: int
+  holder: str
+  hosts: int
+
+
+@dataclasses.dataclass(eq=False)
+class _Stream:
+  """An open control stream.
+
+  Attributes:
+    learner_id: whose.
+    incarnation: under which fencing number.
+    heard_at: when something last came from it.
+    news: set while there is something to tell.
+    cut: fails when the syncer ends the stream.
+    report: its newest report.
+    left: it said that it goes.
+  """
+
+  learner_id: int
+  incarnation: int
+  heard_at: float
+  news: asyncio.Event
+  cut: asyncio.Future[None]
+  report: Report | None = None
+  left: bool = False
+
+
+class Membership(pb_grpc.MembershipServicer):
+  """Serves `decoupled.v1.Membership`.
+
+  Args:
+    driver: of the rounds; tell it to call `changed`.
+    traffic: counts the bytes.
+    max_learners: control streams at one time.
+    open_s: how long a new stream may take to say whose it is.
+  """
+
+  def __init__(
+    self,
+    driver: Driver[JobT],
+    traffic: Traffic,
+    max_learners: int,
+    open_s: float,
+  ):
+    self._driver = driver
+    self._rounds = driver.rounds
+    self._traffic = traffic
+    self._max_learners = max_learners
+    self._open_s = open_s
+    self._streams: dict[int, _Stream] = {}
+    self._claims: dict[int, _Claim] = {}
+    self._run_id = ""
+    self._empty = asyncio.Event()
+    self._empty.set()
+
+  def changed(self) -> None:
+    """Announcements may have changed: every stream is told the current one."""
+    for stream in self._streams.values():
+      stream.news.set()
+
+  async def all_gone(self) -> None:
+    """Returns when no control stream is open."""
+    await self._empty.wait()
+
+  # --- calls ---------------------------------------------------------------
+
+  async def Hello(
+    self, request: pb.HelloRequest, context: Context
+  ) -> pb.Welcome:
+    self._traffic.bytes_up += request.ByteSize()
+    try:
+      welcome = self._hello(request)
+    except Refused as error:
+      await refuse(context, error)
+    reply = messages.welcome_to(welcome)
+    self._traffic.bytes_down += reply.ByteSize()
+    return reply
+
+  def _hello(self, request: pb.HelloRequest) -> Welcome:
+    if request.protocol != PROTOCOL_VERSION:
+      raise Refused(
+        "protocol",
+        f"{request.holder[:100]} speaks wire protocol {request.protocol}, "
+        f"this syncer {PROTOCOL_VERSION}: install the same release on both "
+        "sides",
+      )
+    hello = messages.hello_from(request)
+    welcome = self._driver.call(self._rounds.hello, hello)
+    self._run_id = welcome.run_id
+    self._claims[welcome.learner_id] = _Claim(
+      welcome.incarnation, hello.holder, hello.hosts
+    )
+    self._cut(
+      welcome.learner_id,
+      Refused(
+        "fenced",
+        f"learner {welcome.learner_id} is now held by {hello.holder}, "
+        f"incarnation {welcome.incarnation}",
+      ),
+    )
+    return welcome
+
+  async def Control(  # type: ignore[override]
+    self, request_iterator: AsyncIterator[pb.LearnerMessage], context: Context
+  ) -> None:
+    try:
+      stream = await self._open(request_iterator)
+    except Refused as error:
+      await refuse(context, error)
+    ending = [
+      asyncio.create_task(self._hear(stream, request_iterator)),
+      asyncio.create_task(self._tell(stream, context)),
+      stream.cut,
+    ]
+    try:
+      await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+      for future in ending:
+        future.cancel()
+      self._close(stream)
+    await self._finish(context, await _failures(ending))
+
+  async def Drain(
+    self, request: pb.DrainRequest, context: Context
+  ) -> pb.DrainReply:
+    self._driver.call(self._rounds.drain, request.why[: messages.MAX_TEXT])
+    return pb.DrainReply(phase=messages.phase_to(self._rounds.phase))
+
+  async def Expect(
+    self, request: pb.ExpectRequest, context: Context
+  ) -> pb.ExpectReply:
+    if not 0 < request.limit_s < 86400:
+      await refuse(context, messages.malformed(f"limit {request.limit_s} s"))
+    self._driver.call(self._rounds.expect, request.learner_id, request.limit_s)
+    return pb.ExpectReply()
+
+  async def Status(
+    self, request: pb.StatusRequest, context: Context
+  ) -> pb.StatusReply:
+    return messages.status_to(self.status())
+
+  def status(self) -> JobStatus:
+    """The run at a glance."""
+    streams = sorted(self._streams.values(), key=lambda s: s.learner_id)
+    return JobStatus(
+      run_id=self._run_id,
+      phase=self._rounds.phase,
+      bytes_up=self._traffic.bytes_up,
+      bytes_down=self._traffic.bytes_down,
+      learners=tuple(self._learner_status(stream) for stream in streams),
+    )
+
+  def _learner_status(self, stream: _Stream) -> LearnerStatus:
+    claim = self._claims.get(stream.learner_id, _Claim(0, "", 1))
+    report = stream.report
+    return LearnerStatus(
+      learner_id=stream.learner_id,
+      incarnation=stream.incarnation,
+      holder=claim.holder,
+      hosts=claim.hosts,
+      stage=Stage.JOINING if report is None else report.stage,
+      step=0 if report is None else report.step,
+      tokens=0 if report is None else report.tokens,
+      silent_s=self._driver.now() - stream.heard_at,
+    )
+
+  # --- control streams -----------------------------------------------------
+
+  async def _open(self, said: AsyncIterator[pb.LearnerMessage]) -> _Stream:
+    """Waits for the heartbeat that says whose stream this is."""
+    try:
+      first = await asyncio.wait_for(anext(said, None), self._open_s)
+    except TimeoutError:
+      raise messages.malformed(
+        f"a control stream said nothing for {self._open_s:g} s"
+      ) from None
+    if first is None or first.WhichOneof("message") != "heartbeat":
+      raise messages.malformed("a control stream opens with a heartbeat")
+    beat = messages.heartbeat_from(first.heartbeat)
+    self._driver.call(self._rounds.heartbeat, beat)
+    return self._attach(beat)
+
+  def _attach(self, beat: Heartbeat) -> _Stream:
+    taken = beat.learner_id in self._streams
+    if not taken and len(self._streams) >= self._max_learners:
+      raise Refused(
+        "full",
+        f"this syncer serves {self._max_learners} learners already: raise "
+        "its limit, or stop one",
+      )
+    again = Refused(
+      "fenced", f"learner {beat.learner_id} opened another control stream"
+    )
+    self._cut(beat.learner_id, again)
+    stream = _Stream(
+      learner_id=beat.learner_id,
+      incarnation=beat.incarnation,
+      heard_at=self._driver.now(),
+      news=asyncio.Event(),
+      cut=asyncio.get_running_loop().create_future(),
+    )
+    stream.news.set()
+    self._streams[beat.learner_id] = stream
+    self._empty.clear()
+    return stream
+
+  def _cut(self, learner_id: int, why: Refused) -> None:
+    """Ends a learner's stream, if it has one."""
+    stream = self._streams.pop(learner_id, None)
+    if stream is not None and not stream.cut.done():
+      stream.cut.set_exception(why)
+
+  def _close(self, stream: _Stream) -> None:
+    """Forgets a stream; its claim ends unless a newer stream carries it."""
+    if self._streams.get(stream.learner_id) is stream:
+      del self._streams[stream.learner_id]
+      if not stream.left:
+        self._driver.call(
+          self._rounds.disconnected,
+          stream.learner_id,
+          stream.incarnation,
+          "its control connection closed",
+        )
+    if not self._streams:
+      self._empty.set()
+
+  async def _finish(
+    self, context: Context, failures: list[BaseException]
+  ) -> None:
+    for failure in failures:
+      if isinstance(failure, Refused):
+        await refuse(context, failure)
+      raise failure
+
+  async def _hear(
+    self, stream: _Stream, said: AsyncIterator[pb.LearnerMessage]
+  ) -> None:
+    """Passes on what a learner says until it leaves or hangs up."""
+    async for message in said:
+      self._traffic.bytes_up += message.ByteSize()
+      stream.heard_at = self._driver.now()
+      if message.WhichOneof("message") == "leave":
+        stream.left = True
+        with contextlib.suppress(Refused):  # already gone is as good
+          self._driver.call(
+            self._rounds.leave, stream.learner_id, stream.incarnation
+          )
+        return
+      self._take(stream, message)
+
+  def _take(self, stream: _Stream, message: pb.LearnerMessage) -> None:
+    kind = message.WhichOneof("message")
+    if kind == "heartbeat":
+      beat = messages.heartbeat_from(message.heartbeat)
+      _own(stream, beat)
+      self._driver.call(self._rounds.heartbeat, beat)
+    elif kind == "report":
+      report = messages.report_from(message.report)
+      _own(stream, report)
+      stream.report = report
+      self._driver.call(self._rounds.report, report)
+    else:
+      raise messages.malformed("a learner's message says nothing known")
+
+  async def _tell(self, stream: _Stream, context: Context) -> None:
+    """Sends the newest announcement whenever there is a newer one."""
+    while True:
+      await stream.news.wait()
+      stream.news.clear()
+      try:
+        said = self._rounds.announcement(self._driver.now(), stream.learner_id)
+      except KeyError:
+        raise Refused(
+          "fenced",
+          f"learner {stream.learner_id}, incarnation {stream.incarnation}, is "
+          "no longer a member: its lease ran out",
+        ) from None
+      message = messages.announcement_to(said)
+      self._traffic.bytes_down += message.ByteSize()
+      await context.write(message)
+
+
+def _own(stream: _Stream, message: Heartbeat | Report) -> None:
+  if (message.learner_id, message.incarnation) != (
+    stream.learner_id,
+    stream.incarnation,
+  ):
+    raise messages.malformed(
+      f"learner {message.learner_id} on the stream of {stream.learner_id}"
+    )
+
+
+async def _failures(
+  futures: list[asyncio.Future[None]],
+) -> list[BaseException]:
+  results = await asyncio.gather(*futures, return_exceptions=True)
+  return [
+    result
+    for result in results
+    if isinstance(result, BaseException)
+    and not isinstance(result, asyncio.CancelledError)
+  ]

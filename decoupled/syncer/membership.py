@@ -1,0 +1,161 @@
+"""Who is in the run: claims, leases, incarnations and running step times."""
+
+import dataclasses
+import math
+
+from decoupled.errors import Refused
+from decoupled.types import (
+  NO_VERSION,
+  CopyHeader,
+  CopyId,
+  Hello,
+  Report,
+  Stage,
+  Version,
+)
+
+_TIMED_STEPS = 2  # design 4.1: no estimate before two timed steps
+_MAX_GROWTH = 2.0  # one stall must not multiply the running step time
+
+
+@dataclasses.dataclass
+class Member:
+  """A live learner, as the syncer knows it.
+
+  Attributes:
+    learner_id: who.
+    incarnation: its fencing number.
+    holder: `host:pid`, for messages.
+    hosts: number of hosts.
+    lease_until: when silence ends the claim.
+    joined_at: when it joined.
+    report: its newest report.
+    stepped: whether it has finished a step since joining.
+    step_s: running step time, NaN before two timed steps.
+    copies: host copies it reported, by (term, round).
+    refused: copies it must drop, with the reason.
+    accounted: per fragment, tokens that are merged or counted as discarded.
+    merged: per fragment, (version, total tokens) of the last copy merged.
+    clock_offset_s: syncer's clock minus the learner's, the least seen.
+    announced: announcements made to it.
+    changes: rises when what is wanted of it changes.
+    wanted: copies wanted when it last reported.
+  """
+
+  learner_id: int
+  incarnation: int
+  holder: str
+  hosts: int
+  lease_until: float
+  joined_at: float
+  report: Report | None = None
+  stepped: bool = False
+  step_s: float = math.nan
+  copies: dict[Version, CopyHeader] = dataclasses.field(default_factory=dict)
+  refused: dict[CopyId, str] = dataclasses.field(default_factory=dict)
+  accounted: dict[int, int] = dataclasses.field(default_factory=dict)
+  merged: dict[int, tuple[Version, int]] = dataclasses.field(
+    default_factory=dict
+  )
+  clock_offset_s: float = math.inf
+  announced: int = 0
+  changes: int = 0
+  wanted: tuple[CopyId, ...] = ()
+  _timed: int = 0
+  _timed_from: tuple[float, int] | None = None
+
+  def holds(self, fragment: int) -> Version:
+    if self.report is None:
+      return NO_VERSION
+    return self.report.versions[fragment]
+
+  @property
+  def drained(self) -> bool:
+    return self.report is not None and self.report.stage is Stage.DRAINED
+
+  def time_step(self, now: float, step: int, ema: float) -> None:
+    """Folds the arrival of a report of `step` into the running step time."""
+    if self._timed_from is None or step < self._timed_from[1]:
+      self._timed_from = (now, step)
+      return
+    since, before = self._timed_from
+    if step == before:
+      return
+    sample = (now - since) / (step - before)
+    self._timed_from = (now, step)
+    self._timed += step - before
+    if self._timed < _TIMED_STEPS:
+      return
+    if math.isnan(self.step_s):
+      self.step_s = sample
+    else:
+      sample = min(sample, _MAX_GROWTH * self.step_s)
+      self.step_s += ema * (sample - self.step_s)
+
+
+class Membership:
+  """Claims of learner ids; a claim lives as long as its lease."""
+
+  def __init__(self, lease_s: float, incarnations: dict[int, int]):
+    self._lease_s = lease_s
+    self.incarnations = dict(incarnations)
+    self.live: dict[int, Member] = {}
+
+  def claim(self, now: float, hello: Hello) -> Member:
+    """Grants an id; raises Refused naming the holder of a taken one."""
+    learner_id = hello.learner_id
+    if learner_id < 0:
+      learner_id = next(
+        i for i in range(len(self.live) + 1) if i not in self.live
+      )
+    holder = self.live.get(learner_id)
+    returning = (
+      holder is not None
+      and holder.holder == hello.holder
+      and holder.incarnation == hello.previous
+    )
+    if holder is not None and not returning:
+      raise Refused(
+        "claimed",
+        f"learner id {learner_id} is held by {holder.holder} (incarnation "
+        f"{holder.incarnation}, lease ends in "
+        f"{max(0.0, holder.lease_until - now):.1f} s); {hello.holder} must "
+        "take another --learner_id or wait",
+      )
+    incarnation = max(self.incarnations.get(learner_id, 0), hello.previous) + 1
+    self.incarnations[learner_id] = incarnation
+    member = Member(
+      learner_id=learner_id,
+      incarnation=incarnation,
+      holder=hello.holder,
+      hosts=hello.hosts,
+      lease_until=now + self._lease_s,
+      joined_at=now,
+    )
+    self.live[learner_id] = member
+    return member
+
+  def get(self, learner_id: int, incarnation: int) -> Member:
+    """The live member of that incarnation; raises Refused('fenced')."""
+    member = self.live.get(learner_id)
+    if member is None or member.incarnation != incarnation:
+      current = "nobody" if member is None else f"{member.incarnation}"
+      raise Refused(
+        "fenced",
+        f"learner {learner_id} speaks as incarnation {incarnation}, the run "
+        f"knows {current}: join again",
+      )
+    return member
+
+  def renew(self, now: float, member: Member) -> None:
+    member.lease_until = now + self._lease_s
+
+  def remove(self, learner_id: int) -> None:
+    self.live.pop(learner_id, None)
+
+  def lapsed(self, now: float) -> list[Member]:
+    return [m for m in self.members() if m.lease_until <= now]
+
+  def members(self) -> list[Member]:
+    """Live members in the order of their ids."""
+    return [self.live[i] for i in sorted(self.live)]

@@ -1,0 +1,1038 @@
+"""The round clock: opens rounds, waits for quorum and grace, merges, drains.
+
+A single-threaded state machine that never blocks. It is driven by what
+arrives (`hello`, `report`, `contribution`, ...) and by `tick`; it answers with
+`announcement`, whole state for one learner, and with merge jobs that somebody
+else runs. The service drives it over gRPC, the in-memory network in tests and
+sweeps; both are the same code from here on.
+
+Life of a round (design section 4): opened -> fresh reports make the quorum ->
+grace -> transfers under way finish or run out of the overlap budget -> merging
+-> closed. Rounds may close out of order, but a fragment is never open twice.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import optax
+
+from decoupled.algorithm import (
+  fragments,
+  grace,
+  outer,
+  quorum,
+  schedule,
+  weights,
+)
+from decoupled.algorithm.policy import Exchange, Outer
+from decoupled.errors import Refused
+from decoupled.syncer import checks
+from decoupled.syncer.accounts import Accounts
+from decoupled.syncer.membership import Member, Membership
+from decoupled.syncer.model import GlobalFragment, GlobalModel
+from decoupled.syncer.settings import Limits
+from decoupled.types import (
+  NO_VERSION,
+  PROTOCOL_VERSION,
+  Announcement,
+  Arrays,
+  Contribution,
+  CopyHeader,
+  CopyId,
+  EventSink,
+  Heartbeat,
+  Hello,
+  Manifest,
+  MergedFragment,
+  OpenRound,
+  Phase,
+  Report,
+  TensorSpec,
+  Version,
+  Welcome,
+)
+from decoupled.wire.codecs import Payload
+
+_STEPS_EVENT_S = 1.0  # step ends are logged in batches of about a second
+_STEP_ENDS_HELD = 4096  # per learner between two such events
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+  """How this run starts and ends; belongs to no contract.
+
+  Attributes:
+    run_id: of the run.
+    learners: how many an empty syncer waits for before it starts.
+    rounds: rounds after which the run drains, 0 = no such end.
+    tokens: merged learner tokens after which it drains, 0 = no such end.
+    contract: `key -> value` lines of the run.
+  """
+
+  run_id: str
+  learners: int = 1
+  rounds: int = 0
+  tokens: int = 0
+  contract: tuple[tuple[str, str], ...] = ()
+
+
+@dataclasses.dataclass
+class Round:
+  """An open round; `merging` once its job has been handed out."""
+
+  version: Version
+  fragment: int
+  base: Version
+  opened: float
+  counted: bool
+  fresh: dict[int, float] = dataclasses.field(default_factory=dict)
+  merging: bool = False
+
+  def announced(self) -> OpenRound:
+    return OpenRound(self.version, self.fragment, self.base)
+
+
+@dataclasses.dataclass
+class MergeJob:
+  """CPU work for one round; `run` touches nothing but this object."""
+
+  model: GlobalModel
+  round: Round
+  contributions: tuple[Contribution, ...]
+  weights: tuple[float, ...]
+  rate_scale: float
+  common_step: int
+  decision: quorum.Decision
+  alive: tuple[int, ...]
+  closed_at: float
+  result: GlobalFragment | None = None
+
+  def run(self) -> None:
+    self.result = self.model.merged(
+      self.round.fragment,
+      self.round.version,
+      self.contributions,
+      self.weights,
+      self.rate_scale,
+      self.common_step,
+      restored=not self.round.counted,
+    )
+
+
+class Rounds:
+  """The syncer's whole logic, without a network and without threads.
+
+  Args:
+    plan: how the run starts and ends.
+    exchange: the contract's exchange policy.
+    outer_rule: the contract's outer rule.
+    limits: this syncer's time limits.
+    term: raised at every syncer start.
+    events: where notable facts go.
+    started_at: the job's start on the same clock; times in events count
+      from there.
+    tape: records every finished merge job, if given.
+  """
+
+  def __init__(
+    self,
+    plan: Plan,
+    exchange: Exchange,
+    outer_rule: Outer,
+    limits: Limits,
+    term: int,
+    events: EventSink,
+    started_at: float = 0.0,
+    tape: "TapeLike | None" = None,
+  ):
+    self._plan = plan
+    self._exchange = exchange
+    self._outer = outer_rule
+    self._limits = limits
+    self.term = term
+    self._events = events
+    self._job_started_at = started_at
+    self._tape = tape
+    self.phase = Phase.WAITING
+    self.generation = 0
+    self.membership = Membership(limits.lease_s, {})
+    self.contract = dict(plan.contract)
+    self.model: GlobalModel | None = None
+    self.accounts: Accounts | None = None
+    self.rounds_closed = 0
+    self.fullest = 0
+    self.positions: dict[int, tuple[int, int]] = {}
+    self.tokens_total = 0
+    self.refused: dict[str, int] = {}
+    self.sync_s = math.nan
+    self.has_history = False
+    self._open: dict[int, Round] = {}
+    self._received: dict[tuple[int, int], Contribution] = {}
+    self._included: dict[tuple[int, int], CopyId] = {}
+    self._next_round = 1
+    self._last_opened = -math.inf
+    self._jobs: list[MergeJob] = []
+    self._seeds: dict[int, Contribution] = {}
+    self._seeder: int | None = None
+    self._started_at: float | None = None
+    self._drain_why = ""
+    self._drain_by = math.inf
+    self._ends_by = math.inf
+    self._owed: dict[int, float] = {}
+    self._step_ends: dict[int, list[float]] = {}
+    self._steps_logged: dict[int, float] = {}
+    self._note = ""
+
+  # --- restoring ---------------------------------------------------------
+
+  def restore(
+    self,
+    manifest: Manifest,
+    fragments_: Iterable[tuple[Arrays, optax.OptState]],
+    rounds: int,
+    contract: dict[str, str],
+    incarnations: dict[int, int],
+    positions: dict[int, tuple[int, int]],
+    fullest: int,
+    tokens_total: int,
+  ) -> None:
+    """Continues a snapshot: every fragment is stamped (this term, rounds).
+
+    The new term makes the snapshot win over whatever learners hold (design
+    section 5, *Syncer restart*).
+    """
+    differing = [
+      key
+      for key, value in self.contract.items()
+      if contract.get(key, value) != value
+    ]
+    if differing:
+      key = differing[0]
+      raise Refused(
+        "contract",
+        f"the snapshot was made with {key} = {contract[key]}, this "
+        f"configuration says {self.contract[key]}",
+      )
+    self.contract = {**contract, **self.contract}
+    self._use(manifest)
+    assert self.model is not None
+    step = schedule.common_step(rounds, self._exchange.H, self._exchange.P)
+    for p, (arrays, state) in enumerate(fragments_):
+      self.model.start(
+        p, Version(self.term, rounds), arrays, step, state, restored=True
+      )
+    self.rounds_closed = rounds
+    self._next_round = rounds + 1
+    self.membership.incarnations = dict(incarnations)
+    self.positions = dict(positions)
+    self.fullest = fullest
+    self.tokens_total = tokens_total
+    self.has_history = True
+
+  def _use(self, manifest: Manifest) -> None:
+    self.model = GlobalModel(manifest, self._exchange, self._outer)
+    self.accounts = Accounts(
+      manifest.shares(), self._exchange.adoption, self._events
+    )
+
+  @property
+  def manifest(self) -> Manifest:
+    if self.model is None:
+      raise Refused("early", "the run has no learner yet, hence no manifest")
+    return self.model.manifest
+
+  # --- membership --------------------------------------------------------
+
+  def hello(self, now: float, hello: Hello) -> Welcome:
+    """Grants a learner id; raises Refused with both sides of a mismatch."""
+    if hello.protocol != PROTOCOL_VERSION:
+      raise Refused(
+        "protocol",
+        f"{hello.holder} speaks wire protocol {hello.protocol}, this syncer "
+        f"{PROTOCOL_VERSION}: install the same release on both sides",
+      )
+    if hello.run_id and hello.run_id != self._plan.run_id:
+      raise Refused(
+        "run",
+        f"{hello.holder} belongs to run {hello.run_id}, this syncer serves "
+        f"run {self._plan.run_id}: check --syncer_address",
+      )
+    if self.phase in (Phase.DRAINING, Phase.ENDED):
+      raise Refused("ended", f"run {self._plan.run_id} is ending; nobody joins")
+    self._check_contract(hello)
+    if self.model is None:
+      self._use(self._first_manifest(hello.tensors))
+      self._started_at = now
+    member = self.membership.claim(now, hello)
+    self._forget_copies(member.learner_id)
+    self._owed.pop(member.learner_id, None)
+    if self._started_at is None:
+      self._started_at = now
+    self.fullest = max(self.fullest, len(self.membership.live))
+    self._events.emit(
+      "join",
+      learner=member.learner_id,
+      incarnation=member.incarnation,
+      hosts=member.hosts,
+      holder=member.holder,
+      previous=hello.previous,
+    )
+    self._advance(now)
+    self._changed()
+    return Welcome(
+      learner_id=member.learner_id,
+      incarnation=member.incarnation,
+      run_id=self._plan.run_id,
+      term=self.term,
+      manifest=self.manifest,
+      contract=tuple(sorted(self.contract.items())),
+      lease_s=self._limits.lease_s,
+      heartbeat_s=self._limits.heartbeat_s,
+      position=self.positions.get(member.learner_id, (0, 0)),
+      has_history=self.has_history,
+    )
+
+  def _check_contract(self, hello: Hello) -> None:
+    for key, value in hello.contract:
+      known = self.contract.setdefault(key, value)
+      if known != value:
+        raise Refused(
+          "contract",
+          f"{key} = {value} at {hello.holder}, but this run has {key} = "
+          f"{known}: use the run's configuration",
+        )
+    if self.model is None:
+      return
+    run, theirs = self.model.manifest.tensors, hello.tensors
+    for ours, other in zip(run, theirs, strict=False):
+      if ours != other:
+        raise Refused(
+          "contract",
+          f"tensor {_describe(other)} at {hello.holder}, but this run has "
+          f"{_describe(ours)}: use the run's model",
+        )
+    if len(run) != len(theirs):
+      raise Refused(
+        "contract",
+        f"{hello.holder} has {len(theirs)} tensors, this run {len(run)}: use "
+        "the run's model",
+      )
+
+  def _first_manifest(self, tensors: tuple[TensorSpec, ...]) -> Manifest:
+    """Cuts the first learner's tensors; later learners must match them."""
+    cut = fragments.fragment(
+      tensors, self._exchange.P, self._exchange.fragmentation
+    )
+    return Manifest(tensors=tensors, fragments=cut, owners=("",) * len(cut))
+
+  def disconnected(
+    self, now: float, learner_id: int, incarnation: int, why: str
+  ) -> None:
+    """The control connection of an incarnation is gone: its id is free."""
+    member = self.membership.live.get(learner_id)
+    if member is None or member.incarnation != incarnation:
+      return
+    self._remove(member, "closed", why)
+    self._advance(now)
+
+  def leave(self, now: float, learner_id: int, incarnation: int) -> None:
+    """A learner goes of its own will."""
+    member = self.membership.get(learner_id, incarnation)
+    done = self.phase in (Phase.DRAINING, Phase.ENDED)
+    self._remove(member, "drained" if done else "left", "")
+    self._advance(now)
+
+  def expect(self, now: float, learner_id: int, limit_s: float) -> None:
+    """Somebody restarts that learner: do not end before it is back."""
+    self._owed[learner_id] = now + limit_s
+
+  def _remove(self, member: Member, why: str, detail: str) -> None:
+    if self.phase is Phase.ENDED:
+      why = "drained"
+    self._log_steps(member, now=math.inf)
+    if self.accounts is not None and why != "drained":
+      self.accounts.left(member, "failure" if why != "left" else "leave")
+    self.membership.remove(member.learner_id)
+    self._forget_copies(member.learner_id)
+    if self._seeder == member.learner_id:
+      self._seeder = None
+      self._seeds.clear()
+    self._events.emit(
+      "leave",
+      learner=member.learner_id,
+      incarnation=member.incarnation,
+      why=why,
+      detail=detail,
+    )
+    self._changed()
+
+  def _forget_copies(self, learner_id: int) -> None:
+    self._received = {
+      key: c for key, c in self._received.items() if key[1] != learner_id
+    }
+    for r in self._open.values():
+      if not r.merging:
+        r.fresh.pop(learner_id, None)
+
+  # --- what learners say -------------------------------------------------
+
+  def heartbeat(self, now: float, beat: Heartbeat) -> None:
+    member = self.membership.get(beat.learner_id, beat.incarnation)
+    self.membership.renew(now, member)
+    member.clock_offset_s = min(member.clock_offset_s, now - beat.sent_at_s)
+
+  def report(self, now: float, report: Report) -> None:
+    """Takes in what a learner holds; late and repeated ones are dropped."""
+    member = self.membership.get(report.learner_id, report.incarnation)
+    self.membership.renew(now, member)
+    before = member.report
+    if before is not None and report.seq <= before.seq:
+      return
+    if len(report.versions) != self._exchange.P:
+      raise Refused(
+        "malformed",
+        f"learner {report.learner_id} reports {len(report.versions)} "
+        f"fragments, the run has {self._exchange.P}",
+      )
+    member.report = report
+    member.clock_offset_s = min(member.clock_offset_s, now - report.sent_at_s)
+    member.time_step(now, report.step, self._exchange.ema)
+    if report.step > 0 and not member.stepped:
+      member.stepped = True
+      self._events.emit(
+        "first_step",
+        learner=member.learner_id,
+        incarnation=member.incarnation,
+      )
+    if before is not None and self.accounts is not None:
+      self.accounts.adopted(member, before, report)
+      self.tokens_total += report.tokens - before.tokens
+    else:
+      self.tokens_total += report.tokens
+    if report.step > 0:
+      self.positions[member.learner_id] = report.position
+    self._note_copies(now, member, report)
+    self._log_steps(member, now)
+    self._advance(now)
+
+  def _note_copies(self, now: float, member: Member, report: Report) -> None:
+    member.copies = {
+      Version(h.copy.term, h.copy.round): h
+      for h in report.copies
+      if h.copy.term == self.term and h.copy.incarnation == member.incarnation
+    }
+    for r in self._open.values():
+      header = member.copies.get(r.version)
+      if header is not None and self._usable(r, header) and not r.merging:
+        r.fresh.setdefault(member.learner_id, now)
+    held = {h.copy for h in report.copies}
+    member.refused = {
+      copy: why for copy, why in member.refused.items() if copy in held
+    }
+    wanted = self._wanted(member)
+    if wanted != member.wanted:
+      member.wanted = wanted
+      member.changes += 1
+
+  def _usable(self, r: Round, header: CopyHeader) -> bool:
+    """Whether a copy may enter a round: right base, at least one step."""
+    return (
+      header.copy.fragment == r.fragment
+      and header.base == r.base
+      and (header.steps >= 1 or not r.counted)
+    )
+
+  def contribution(self, now: float, contribution: Contribution) -> str:
+    """Takes a transfer; returns "" or the reason why it is refused."""
+    reason = self._refusal(contribution)
+    header = contribution.header
+    if reason:
+      self.refused[reason] = self.refused.get(reason, 0) + 1
+      self._events.emit(
+        "refused",
+        learner=contribution.learner_id,
+        round=header.copy.round,
+        fragment=header.copy.fragment,
+        reason=reason,
+        tokens=header.tokens,
+      )
+      member = self.membership.live.get(contribution.learner_id)
+      if member is not None and reason != "fenced":
+        member.refused[header.copy] = reason
+        member.changes += 1
+      return reason
+    if header.copy.round == 0:
+      self._seeds[header.copy.fragment] = contribution
+    else:
+      key = (header.copy.round, contribution.learner_id)
+      self._received.setdefault(key, contribution)
+    self.membership.live[contribution.learner_id].changes += 1
+    self._advance(now)
+    return ""
+
+  def _refusal(self, contribution: Contribution) -> str:
+    copy = contribution.header.copy
+    member = self.membership.live.get(contribution.learner_id)
+    if member is None or member.incarnation != copy.incarnation:
+      return "fenced"
+    if copy.term != self.term:
+      return "term"
+    if self.model is None:
+      return "early"
+    if copy.round == 0:
+      return self._seed_refusal(member, contribution)
+    opened = self._open.get(copy.round)
+    if opened is None and not self._may_come(copy):
+      return "late"
+    if opened is not None and opened.merging:
+      return "late"
+    if opened is not None and opened.fragment != copy.fragment:
+      return "fragment"
+    if 0 <= copy.fragment < self._exchange.P:
+      base = self.model.versions[copy.fragment]
+    else:
+      return "fragment"
+    if contribution.header.steps < 1 and (opened is None or opened.counted):
+      return "counters"
+    return checks.counters_and_data(contribution, self.manifest, base)
+
+  def _seed_refusal(self, member: Member, contribution: Contribution) -> str:
+    if self.phase is not Phase.WAITING or member.learner_id != self._seeder:
+      return "late"
+    return checks.counters_and_data(contribution, self.manifest, NO_VERSION)
+
+  def _may_come(self, copy: CopyId) -> bool:
+    """Whether a copy belongs to a round that will open within a cycle."""
+    P = self._exchange.P
+    return (
+      self.phase is Phase.TRAINING
+      and self._next_round <= copy.round < self._next_round + P
+      and schedule.fragment_of(copy.round, P) == copy.fragment
+      and not self._is_open(copy.fragment)
+    )
+
+  def _is_open(self, fragment: int) -> bool:
+    return any(r.fragment == fragment for r in self._open.values())
+
+  # --- what learners get -------------------------------------------------
+
+  def fetch(
+    self, now: float, learner_id: int, incarnation: int, fragment: int
+  ) -> MergedFragment:
+    """The newest version of a fragment, for one learner."""
+    self.membership.get(learner_id, incarnation)
+    if self.model is None or not 0 <= fragment < self._exchange.P:
+      raise Refused("fragment", f"this run has no fragment {fragment}")
+    found = self.model.fragments[fragment]
+    if found is None:
+      raise Refused("early", f"fragment {fragment} has no version yet")
+    included = self._included.get((fragment, learner_id))
+    if included is not None and included.incarnation != incarnation:
+      included = None
+    return MergedFragment(
+      fragment=fragment,
+      version=found.version,
+      arrays=found.published,
+      included=included,
+      common_step=found.common_step,
+      restored=found.restored,
+      base=found.base,
+    )
+
+  def delta(
+    self, fragment: int, held: Version
+  ) -> tuple[Version, Payload] | None:
+    """What takes a holder of `held` to the newest version, if it is short."""
+    found = None if self.model is None else self.model.fragments[fragment]
+    if found is None or found.delta is None or found.base != held:
+      return None
+    return found.version, found.delta
+
+  def published(self, fragment: int, version: Version) -> Arrays | None:
+    """A fragment as its holders decoded it; None unless it is the newest."""
+    found = None if self.model is None else self.model.fragments[fragment]
+    if found is None or found.version != version:
+      return None
+    return found.published
+
+  def stamp(self, learner_id: int) -> tuple[int, int]:
+    """Changes whenever the announcement to that learner may have."""
+    member = self.membership.live.get(learner_id)
+    return self.generation, -1 if member is None else member.changes
+
+  def announcement(self, now: float, learner_id: int) -> Announcement:
+    """Everything wanted of one learner, as of now."""
+    member = self.membership.live[learner_id]
+    member.announced += 1
+    floor = self._floor()
+    return Announcement(
+      term=self.term,
+      seq=member.announced,
+      phase=self.phase,
+      open=tuple(r.announced() for r in self._open.values() if not r.merging),
+      next_round=self._next_round,
+      next_open_in_s=max(0.0, self._last_opened + (floor or 0.0) - now),
+      pace_s=floor or 0.0,
+      versions=() if self.model is None else self.model.versions,
+      wanted=self._wanted(member),
+      refused=tuple(member.refused.items()),
+      common_step=self.common_step,
+      note=self._note,
+    )
+
+  @property
+  def common_step(self) -> int:
+    return schedule.common_step(
+      self.rounds_closed, self._exchange.H, self._exchange.P
+    )
+
+  def _wanted(self, member: Member) -> tuple[CopyId, ...]:
+    if self._seeder == member.learner_id:
+      return tuple(
+        CopyId(member.incarnation, self.term, 0, p, 0)
+        for p in range(self._exchange.P)
+        if p not in self._seeds
+      )
+    wanted: list[CopyId] = []
+    for version, header in member.copies.items():
+      if (version.round, member.learner_id) in self._received:
+        continue
+      if header.copy in member.refused or header.steps < 1:
+        continue
+      r = self._open.get(version.round)
+      if r is not None:
+        if not r.merging and self._usable(r, header):
+          wanted.append(header.copy)
+      elif self._may_come(header.copy) and self._current(header):
+        wanted.append(header.copy)
+    return tuple(wanted)
+
+  def _current(self, header: CopyHeader) -> bool:
+    assert self.model is not None
+    return header.base == self.model.versions[header.copy.fragment]
+
+  # --- time --------------------------------------------------------------
+
+  def tick(self, now: float) -> None:
+    """Does what is due; call it at `wake_at` and whenever convenient."""
+    for member in self.membership.lapsed(now):
+      self._remove(
+        member,
+        "lease",
+        f"learner {member.learner_id} ({member.holder}) was silent for "
+        f"{self._limits.lease_s} s",
+      )
+    self._advance(now)
+
+  def wake_at(self, now: float) -> float:
+    """When `tick` has something to do next, infinity for never."""
+    times = [m.lease_until for m in self.membership.members()]
+    times += [limit for limit in self._owed.values() if limit > now]
+    if self.phase is Phase.WAITING and self._started_at is not None:
+      times.append(self._started_at + self._limits.start_s)
+    if self.phase is Phase.TRAINING:
+      times.append(self._opens_at())
+    times += [self._drain_by, self._ends_by]
+    for r in self._open.values():
+      if r.merging:
+        continue
+      decision = self._decide(r)
+      times += [decision.close_at, r.opened + self._budget_s()]
+    later = [t for t in times if t > now]
+    return min(later, default=math.inf)
+
+  def _advance(self, now: float) -> None:
+    self._start(now)
+    self._close(now)
+    self._open_rounds(now)
+    self._end(now)
+
+  def _changed(self) -> None:
+    self.generation += 1
+
+  # --- start -------------------------------------------------------------
+
+  def _start(self, now: float) -> None:
+    """WAITING: choose a seeder, commit version 0, begin."""
+    if self.phase is not Phase.WAITING or self.model is None:
+      return
+    if self.has_history:
+      self._enter(Phase.TRAINING, f"continuing at round {self._next_round}")
+      return
+    live = self.membership.members()
+    assert self._started_at is not None
+    overdue = now >= self._started_at + self._limits.start_s
+    if len(live) < self._plan.learners and not overdue:
+      missing = sorted(
+        set(range(self._plan.learners)) - set(self.membership.live)
+      )
+      self._note = "waiting for learners " + ", ".join(map(str, missing))
+      return
+    if not live:
+      return
+    if self._seeder is None:
+      self._seeder = live[0].learner_id
+      self._note = f"waiting for version 0 from learner {self._seeder}"
+      self._changed()
+    if len(self._seeds) < self._exchange.P:
+      return
+    for p, seed in self._seeds.items():
+      self.model.start(p, Version(self.term, 0), seed.arrays, 0)
+    self._seeds, self._seeder = {}, None
+    self.has_history = True
+    self._enter(Phase.TRAINING, "every fragment has version 0")
+
+  def _enter(self, phase: Phase, why: str) -> None:
+    self.phase = phase
+    self._note = ""
+    self._events.emit("phase", phase=str(phase), why=why)
+    self._changed()
+
+  # --- rounds ------------------------------------------------------------
+
+  def _training(self) -> list[Member]:
+    """Live learners that have finished a step since joining."""
+    return [m for m in self.membership.members() if m.stepped]
+
+  def _floor(self) -> float | None:
+    members = self.membership.members()
+    return schedule.round_floor_s(
+      np.array([m.step_s for m in members], np.float64),
+      np.ones(len(members), bool),
+      self._exchange.H,
+      self._exchange.P,
+    )
+
+  def _opens_at(self) -> float:
+    return self._last_opened + (self._floor() or 0.0)
+
+  def _open_rounds(self, now: float) -> None:
+    """Opens the rounds that are due (design 4.1)."""
+    if self.phase is not Phase.TRAINING or self._drain_why:
+      return
+    assert self.model is not None
+    policy = self._exchange
+    limit = schedule.max_open(policy.tau, policy.P, policy.H)
+    while len(self._open) < limit and now >= self._opens_at():
+      fragment = schedule.fragment_of(self._next_round, policy.P)
+      if self._target_reached() or self._is_open(fragment):
+        return
+      if not any(self._ready(m) for m in self.membership.members()):
+        return
+      self._open_round(now, fragment, counted=True)
+
+  def _open_round(self, now: float, fragment: int, counted: bool) -> None:
+    assert self.model is not None
+    version = Version(self.term, self._next_round)
+    self._open[version.round] = Round(
+      version=version,
+      fragment=fragment,
+      base=self.model.versions[fragment],
+      opened=now,
+      counted=counted,
+    )
+    self._next_round += 1
+    self._last_opened = now
+    self._changed()
+
+  def _ready(self, member: Member) -> bool:
+    """Whether a learner holds some version of every fragment."""
+    return member.report is not None and all(
+      v != NO_VERSION for v in member.report.versions
+    )
+
+  def _target_reached(self) -> bool:
+    """Whether the rounds asked for are all open or closed."""
+    plan = self._plan
+    if plan.rounds and self._next_round > plan.rounds:
+      return True
+    return bool(plan.tokens) and self.tokens_total >= plan.tokens
+
+  def _estimates(self) -> grace.Estimates:
+    floor = self._floor()
+    if floor is None:
+      return grace.Estimates(math.nan, self.sync_s, math.nan)
+    step_s = floor * self._exchange.P / self._exchange.H
+    return grace.Estimates(step_s, self.sync_s, floor)
+
+  def _budget_s(self) -> float:
+    """Length of the overlap budget; the transfer limit while unknown."""
+    step_s = self._estimates().step_s
+    if math.isnan(step_s) or self._exchange.tau == 0:
+      return self._limits.transfer_s
+    return self._exchange.tau * step_s
+
+  def _decide(self, r: Round) -> quorum.Decision:
+    members = self._training()
+    return quorum.close_time(
+      r.opened,
+      np.array(
+        [r.fresh.get(m.learner_id, math.inf) for m in members], np.float64
+      ),
+      np.ones(len(members), bool),
+      self._estimates(),
+      self._exchange,
+    )
+
+  def _close(self, now: float) -> None:
+    for r in list(self._open.values()):
+      if r.merging:
+        continue
+      if r.counted:
+        self._close_round(now, r)
+      else:
+        self._close_drain_round(now, r)
+
+  def _close_round(self, now: float, r: Round) -> None:
+    members = self._training()
+    if not members:
+      return
+    decision = self._decide(r)
+    received = self._contributions(r)
+    expected = [
+      (header := m.copies.get(r.version)) is not None
+      and header.copy not in m.refused
+      and self._usable(r, header)
+      for m in members
+    ]
+    merge = quorum.may_merge(
+      now,
+      r.opened,
+      decision,
+      np.array(expected, bool),
+      np.array([m.learner_id in received for m in members], bool),
+      self._budget_s(),
+      self._exchange.quorum,
+    )
+    if bool(merge) and received:
+      self._hand_out(now, r, decision, members, received)
+
+  def _contributions(self, r: Round) -> dict[int, Contribution]:
+    return {
+      learner_id: c
+      for (number, learner_id), c in sorted(self._received.items())
+      if number == r.version.round and c.header.base == r.base
+    }
+
+  def _hand_out(
+    self,
+    now: float,
+    r: Round,
+    decision: quorum.Decision,
+    members: list[Member],
+    received: dict[int, Contribution],
+  ) -> None:
+    assert self.model is not None
+    contributions = tuple(received[i] for i in sorted(received))
+    token_weights = weights.token_weights(
+      np.array([c.header.tokens for c in contributions], np.float64),
+      np.array([c.header.steps for c in contributions], np.float64),
+    )
+    r.merging = True
+    closed = self.rounds_closed + (1 if r.counted else 0)
+    self._jobs.append(
+      MergeJob(
+        model=self.model,
+        round=r,
+        contributions=contributions,
+        weights=tuple(float(w) for w in token_weights),
+        rate_scale=outer.presence(
+          max(1, len(contributions)),
+          max(1, self.fullest),
+          self._outer.presence_exponent,
+        ),
+        common_step=schedule.common_step(
+          closed, self._exchange.H, self._exchange.P
+        ),
+        decision=decision,
+        alive=tuple(m.learner_id for m in members),
+        closed_at=now,
+      )
+    )
+    self._changed()
+
+  def next_merge(self) -> MergeJob | None:
+    """The next merge to run, or None; hand it back through `merged`."""
+    return self._jobs.pop(0) if self._jobs else None
+
+  def merged(self, now: float, job: MergeJob) -> None:
+    """Commits a finished job: the fragment has a new version."""
+    assert self.model is not None
+    assert job.result is not None
+    r = job.round
+    if self._tape is not None:
+      self._tape.record(job)
+    self.model.commit(r.fragment, job.result)
+    del self._open[r.version.round]
+    if r.counted:
+      self.rounds_closed += 1
+      self.sync_s = float(
+        grace.ema(self.sync_s, now - job.closed_at, self._exchange.ema)
+      )
+    for i in list(self.membership.live):
+      self._included.pop((r.fragment, i), None)
+    for c in job.contributions:
+      self._included[(r.fragment, c.learner_id)] = c.header.copy
+      member = self.membership.live.get(c.learner_id)
+      same = (
+        member is not None and member.incarnation == c.header.copy.incarnation
+      )
+      if member is not None and same and self.accounts is not None:
+        self.accounts.merged(
+          member, r.fragment, r.version, c.header.total_tokens
+        )
+    self._received = {
+      key: c
+      for key, c in self._received.items()
+      if c.header.copy.fragment != r.fragment
+    }
+    self._log_round(now, job)
+    self._advance(now)
+    self._changed()
+
+  def _t(self, time_s: float) -> float:
+    """A time of the syncer's clock as seconds from the job's start."""
+    return round(time_s - self._job_started_at, 6)
+
+  def _log_round(self, now: float, job: MergeJob) -> None:
+    r, who = job.round, [c.learner_id for c in job.contributions]
+    self._events.emit(
+      "round",
+      term=r.version.term,
+      round=r.version.round,
+      fragment=r.fragment,
+      opened=self._t(r.opened),
+      quorum_at=self._t(float(job.decision.quorum_at)),
+      closed=self._t(job.closed_at),
+      merged=self._t(now),
+      participants=who,
+      alive=list(job.alive),
+      grace_s=float(job.decision.grace_s),
+      weights=dict(zip(map(str, who), job.weights, strict=True)),
+      tokens={str(c.learner_id): c.header.tokens for c in job.contributions},
+      steps={str(c.learner_id): c.header.steps for c in job.contributions},
+      share=self.manifest.shares()[r.fragment],
+      counted=r.counted,
+      why=quorum.explain(job.decision) if r.counted else "drain",
+    )
+
+  # --- end ---------------------------------------------------------------
+
+  def drain(self, now: float, why: str) -> None:
+    """Ends the run: open rounds finish, then everything merges once more."""
+    if self._drain_why:
+      return
+    self._drain_why = why
+    self._drain_by = now + self._limits.drain_s
+    self._advance(now)
+    self._changed()
+
+  def _end(self, now: float) -> None:
+    if self.phase is Phase.TRAINING:
+      if self._target_reached() and not self._open and not self._owes(now):
+        self.drain(now, "the rounds or tokens asked for are done")
+      if self._drain_why and (not self._open or now >= self._drain_by):
+        self._begin_drain(now)
+    elif self.phase is Phase.WAITING and self._drain_why:
+      self._enter(Phase.ENDED, self._drain_why)
+    elif self.phase is Phase.DRAINING and not self._open:
+      members = self.membership.members()
+      assert self.model is not None
+      versions = self.model.versions
+      behind = [
+        m.learner_id
+        for m in members
+        if m.report is None or m.report.versions != versions
+      ]
+      self._note = "waiting for learners " + ", ".join(map(str, behind))
+      if not behind or now >= self._ends_by:
+        self._enter(Phase.ENDED, self._drain_why)
+        self._drain_by = self._ends_by = math.inf
+
+  def _owes(self, now: float) -> bool:
+    """Whether a restarting learner is still waited for before the end."""
+    owed = [limit for limit in self._owed.values() if limit > now]
+    joining = [
+      m
+      for m in self.membership.members()
+      if not m.stepped and m.incarnation > 1
+    ]
+    return bool(owed or joining)
+
+  def _begin_drain(self, now: float) -> None:
+    """Opens one uncounted round per fragment; learners stop stepping."""
+    for number in [n for n, r in self._open.items() if not r.merging]:
+      del self._open[number]  # the limit passed: its quorum never came
+    if self._open:
+      return  # a merge is running; `merged` comes back here
+    self._received.clear()
+    self._enter(Phase.DRAINING, self._drain_why)
+    self._drain_by = now + self._limits.drain_s
+    self._ends_by = now + 2 * self._limits.drain_s
+    for _ in range(self._exchange.P):
+      fragment = schedule.fragment_of(self._next_round, self._exchange.P)
+      self._open_round(now, fragment, counted=False)
+    self._close(now)
+
+  def _close_drain_round(self, now: float, r: Round) -> None:
+    """Readiness is the acknowledgement; possibly nobody is left (4.8)."""
+    members = self._training()
+    received = self._contributions(r)
+    if now < self._drain_by:
+      for m in members:
+        header = m.copies.get(r.version)
+        if not m.drained or header is None:
+          return
+        idle = header.steps < 1 or header.copy in m.refused
+        if not idle and m.learner_id not in received:
+          return
+    decision = self._decide(r)
+    self._hand_out(now, r, decision, members, received)
+
+  @property
+  def ended(self) -> bool:
+    return self.phase is Phase.ENDED
+
+  # --- step log ----------------------------------------------------------
+
+  def _log_steps(self, member: Member, now: float) -> None:
+    """Logs when steps ended, on the syncer's clock, once a second."""
+    report = member.report
+    if report is None:
+      return
+    ends = self._step_ends.setdefault(member.learner_id, [])
+    if math.isfinite(now):
+      ends += [self._t(e + member.clock_offset_s) for e in report.step_ends_s]
+      del ends[:-_STEP_ENDS_HELD]
+      last = self._steps_logged.get(member.learner_id, -math.inf)
+      if now - last < _STEPS_EVENT_S:
+        return
+    if ends:
+      self._events.emit(
+        "steps",
+        learner=member.learner_id,
+        incarnation=member.incarnation,
+        step=report.step,
+        tokens=report.tokens,
+        schedule_step=report.schedule_step,
+        ends=list(ends),
+        loss=report.loss,
+        position=list(report.position),
+      )
+    ends.clear()
+    self._steps_logged[member.learner_id] = now if math.isfinite(now) else 0.0
+
+
+class TapeLike(Protocol):
+  """What `Rounds` asks of a recorder (see `syncer.tape`)."""
+
+  def record(self, job: MergeJob) -> None: ...
+
+
+def _describe(spec: TensorSpec) -> str:
+  stacked = " stacked" if spec.stacked else ""
+  shape = ",".join(map(str, spec.shape))
+  return f"{spec.name} {spec.dtype}[{shape}] {spec.role}{stacked}"

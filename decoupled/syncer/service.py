@@ -1,0 +1,191 @@
+"""The syncer's server: `Rounds` behind gRPC, until the run has ended."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from decoupled.clock import Clock, MonotonicClock
+from decoupled.errors import ConfigError
+from decoupled.syncer.control import Membership, Traffic
+from decoupled.syncer.driver import Driver, JobT, RoundsLike
+from decoupled.syncer.transfers import TRANSFERS_PER_LEARNER, FragmentStore
+from decoupled.types import EventSink
+from decoupled.wire import credentials
+from decoupled.wire.address import Address
+from decoupled.wire.proto.decoupled.v1 import (
+  fragments_pb2_grpc,
+  membership_pb2_grpc,
+)
+from decoupled.wire.status import JobStatus
+
+_CALLS_BESIDE_TRANSFERS = 4  # of one learner: control, hello, fetches
+
+
+class Service:
+  """Serves one run; make it, and use it, on one running event loop.
+
+  Args:
+    rounds: the state machine.
+    token: of the run.
+    clock: whose times `rounds` is given.
+    events: where refusals go that never reach `rounds`.
+    allow_remote: whether it may listen beyond this machine.
+    max_learners: control streams at one time.
+    transfer_s: how long the transfer of one fragment may take.
+    open_s: how long a control stream may take to say whose it is.
+    linger_s: how long, after the end, learners may take to hear of it.
+    tls: credentials of the server, None for plain text.
+  """
+
+  def __init__(
+    self,
+    rounds: RoundsLike[JobT],
+    token: str,
+    *,
+    clock: Clock | None = None,
+    events: EventSink | None = None,
+    allow_remote: bool = False,
+    max_learners: int = 1024,
+    transfer_s: float = 30.0,
+    open_s: float = 10.0,
+    linger_s: float = 10.0,
+    tls: grpc.ServerCredentials | None = None,
+  ):
+    self.traffic = Traffic()
+    self._allow_remote = allow_remote
+    self._linger_s = linger_s
+    self._tls = tls
+    self._driver = Driver(
+      rounds, clock or MonotonicClock(), lambda: self._membership.changed()
+    )
+    self._membership = Membership(
+      self._driver, self.traffic, max_learners, open_s
+    )
+    self._store = FragmentStore(self._driver, self.traffic, transfer_s, events)
+    per_learner = TRANSFERS_PER_LEARNER + _CALLS_BESIDE_TRANSFERS
+    self._server = credentials.server(token, max_learners * per_learner)
+    membership_pb2_grpc.add_MembershipServicer_to_server(
+      self._membership, self._server
+    )
+    fragments_pb2_grpc.add_FragmentStoreServicer_to_server(
+      self._store, self._server
+    )
+    self._running: asyncio.Task[None] | None = None
+
+  async def start(self, bind: Address) -> Address:
+    """Begins to listen.
+
+    Args:
+      bind: where; port 0 takes any free one.
+
+    Returns:
+      The real address.
+
+    Raises:
+      ConfigError: not allowed beyond this machine, or the port is taken.
+    """
+    if not bind.is_loopback and not self._allow_remote:
+      raise ConfigError(
+        f"{bind} can be reached from other machines: allow that with "
+        "--allow_remote, or listen at 127.0.0.1 or [::1]"
+      )
+    _probe(bind)
+    try:
+      port = credentials.add_port(self._server, bind, self._tls)
+    except RuntimeError as error:
+      raise ConfigError(f"cannot listen at {bind}: {error}") from None
+    await self._server.start()
+    self._running = asyncio.create_task(self._driver.run())
+    return Address(bind.host, port)
+
+  async def finished(self) -> None:
+    """Returns when the run has ended and the learners have heard of it.
+
+    Raises:
+      Exception: what a merge raised; merging is over.
+    """
+    assert self._running is not None
+    await self._running
+    with contextlib.suppress(TimeoutError):
+      await asyncio.wait_for(self._membership.all_gone(), self._linger_s)
+
+  async def stop(self, grace_s: float = 1.0) -> None:
+    """Stops listening; calls under way have `grace_s` to finish."""
+    if self._running is not None:
+      self._running.cancel()
+    await self._server.stop(grace_s)
+    self._store.close()
+
+  def drain(self, why: str) -> None:
+    """Ends the run in order; for signal handlers on this loop."""
+    self._driver.call(self._driver.rounds.drain, why)
+
+  def status(self) -> JobStatus:
+    return self._membership.status()
+
+
+async def serve(
+  rounds: RoundsLike[JobT],
+  bind: Address,
+  token: str,
+  *,
+  started: Callable[[Address, Service], None] | None = None,
+  clock: Clock | None = None,
+  events: EventSink | None = None,
+  allow_remote: bool = False,
+  max_learners: int = 1024,
+  transfer_s: float = 30.0,
+  linger_s: float = 10.0,
+) -> Traffic:
+  """Serves a run from beginning to end.
+
+  Args:
+    rounds: the state machine.
+    bind: where to listen.
+    token: of the run.
+    started: called once it listens, with the real address and the service;
+      the place to publish the one and to hand the other to signal handlers.
+    clock: see `Service`, also for the rest.
+
+  Returns:
+    The bytes that went over the wire.
+  """
+  service = Service(
+    rounds,
+    token,
+    clock=clock,
+    events=events,
+    allow_remote=allow_remote,
+    max_learners=max_learners,
+    transfer_s=transfer_s,
+    linger_s=linger_s,
+  )
+  try:
+    address = await service.start(bind)
+    if started is not None:
+      started(address, service)
+    await service.finished()
+  finally:
+    await service.stop()
+  return service.traffic
+
+
+def _probe(bind: Address) -> None:
+  """Says in one line why an address cannot be had, before gRPC tries."""
+  try:
+    found = socket.getaddrinfo(
+      bind.host, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    family, kind, protocol, _, where = found[0]
+    with socket.socket(family, kind, protocol) as trial:
+      trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+      trial.bind(where)
+  except OSError as error:
+    raise ConfigError(
+      f"cannot listen at {bind}: {error.strerror}; choose another port, or "
+      "port 0 for any free one"
+    ) from None

@@ -1,0 +1,222 @@
+"""The fragment store: copies on their way up, merged fragments down.
+
+Memory is bounded: a stream may not bring more bytes than the manifest gives
+its fragment, and a learner has a limited number of transfers. Work on whole
+fragments happens off the event loop.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+import numpy as np
+
+from decoupled.errors import Refused
+from decoupled.syncer.control import Traffic, refuse
+from decoupled.syncer.driver import Driver, JobT
+from decoupled.types import (
+  NO_VERSION,
+  Arrays,
+  Contribution,
+  EventSink,
+  MergedFragment,
+)
+from decoupled.wire import chunks, codecs, messages
+from decoupled.wire.credentials import CHUNK_BYTES
+from decoupled.wire.messages import Encoding
+from decoupled.wire.proto.decoupled.v1 import (
+  fragments_pb2 as pb,
+)
+from decoupled.wire.proto.decoupled.v1 import (
+  fragments_pb2_grpc as pb_grpc,
+)
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+TRANSFERS_PER_LEARNER = 8
+
+
+class FragmentStore(pb_grpc.FragmentStoreServicer):
+  """Serves `decoupled.v1.FragmentStore`.
+
+  Args:
+    driver: of the rounds.
+    traffic: counts the bytes.
+    transfer_s: how long one transfer may take.
+    events: where refusals go that never reach the rounds.
+  """
+
+  def __init__(
+    self,
+    driver: Driver[JobT],
+    traffic: Traffic,
+    transfer_s: float,
+    events: EventSink | None,
+  ):
+    self._driver = driver
+    self._rounds = driver.rounds
+    self._traffic = traffic
+    self._transfer_s = transfer_s
+    self._events = events
+    self._busy: collections.Counter[int] = collections.Counter()
+    self._pool = concurrent.futures.ThreadPoolExecutor(1, "decode")
+
+  def close(self) -> None:
+    self._pool.shutdown(wait=False, cancel_futures=True)
+
+  # --- up ------------------------------------------------------------------
+
+  async def Contribute(
+    self, request_iterator: AsyncIterator[pb.Chunk], context: Context
+  ) -> pb.ContributeReply:
+    known: list[Contribution] = []
+    try:
+      async with asyncio.timeout(self._transfer_s):
+        contribution = await self._receive(request_iterator, known)
+      reason = self._driver.call(self._rounds.contribution, contribution)
+      return pb.ContributeReply(refusal=reason)
+    except Refused as error:
+      self._note(known, error.reason)
+      return pb.ContributeReply(refusal=error.reason, message=str(error))
+    except TimeoutError:
+      self._note(known, "timeout")
+      return pb.ContributeReply(
+        refusal="timeout",
+        message=f"the transfer took longer than {self._transfer_s:g} s",
+      )
+
+  async def _receive(
+    self, stream: AsyncIterator[pb.Chunk], known: list[Contribution]
+  ) -> Contribution:
+    """Reads one contribution; `known` gets its header for the log."""
+    parts = aiter(stream)
+    first = await anext(parts, None)
+    if first is None:
+      raise messages.malformed("a contribution without anything in it")
+    contribution, encoding = messages.contribution_from(first)
+    known.append(contribution)
+    with self._transfer(contribution.learner_id):
+      payload = await self._assemble(parts, contribution, encoding)
+      arrays = await self._decode(contribution, encoding, payload)
+    return dataclasses.replace(contribution, arrays=arrays)
+
+  @contextlib.contextmanager
+  def _transfer(self, learner_id: int) -> Iterator[None]:
+    if self._busy[learner_id] >= TRANSFERS_PER_LEARNER:
+      raise Refused(
+        "busy",
+        f"learner {learner_id} has {TRANSFERS_PER_LEARNER} transfers already",
+      )
+    self._busy[learner_id] += 1
+    try:
+      yield
+    finally:
+      self._busy[learner_id] -= 1
+      if not self._busy[learner_id]:
+        del self._busy[learner_id]
+
+  async def _assemble(
+    self,
+    parts: AsyncIterator[pb.Chunk],
+    contribution: Contribution,
+    encoding: Encoding,
+  ) -> codecs.Payload:
+    fragment = contribution.header.copy.fragment
+    assembly = self._assembly(fragment, encoding)
+    async for part in parts:
+      data = messages.data_from(part)
+      self._traffic.bytes_up += len(data.data)
+      assembly.add(data.data, data.crc32)
+    return assembly.finish()
+
+  def _assembly(self, fragment: int, encoding: Encoding) -> chunks.Assembly:
+    manifest = self._rounds.manifest
+    if fragment >= len(manifest.fragments):
+      raise Refused("fragment", f"this run has no fragment {fragment}")
+    shapes = [manifest.shape(unit) for unit in manifest.fragments[fragment]]
+    dtype: np.dtype[Any] = (
+      codecs.FULL if encoding.base is None else codecs.DELTA
+    )
+    expected = chunks.count(shapes) * dtype.itemsize
+    if encoding.size != expected:
+      raise Refused(
+        "shape",
+        f"fragment {fragment} has {expected} bytes, {encoding.size} were "
+        "announced",
+      )
+    return chunks.Assembly(shapes, dtype)
+
+  async def _decode(
+    self,
+    contribution: Contribution,
+    encoding: Encoding,
+    payload: codecs.Payload,
+  ) -> Arrays:
+    if encoding.base is None:
+      return payload
+    fragment = contribution.header.copy.fragment
+    base = self._rounds.published(fragment, encoding.base)
+    if base is None:
+      raise Refused(
+        "base",
+        f"fragment {fragment} is no longer at {tuple(encoding.base)}",
+      )
+    return await asyncio.get_running_loop().run_in_executor(
+      self._pool, codecs.decode, encoding.codec, payload, base
+    )
+
+  def _note(self, known: list[Contribution], reason: str) -> None:
+    """Logs a refusal in the same terms as those of the rounds."""
+    if self._events is None or not known:
+      return
+    header = known[0].header
+    self._events.emit(
+      "refused",
+      learner=known[0].learner_id,
+      round=header.copy.round,
+      fragment=header.copy.fragment,
+      reason=reason,
+      tokens=header.tokens,
+    )
+
+  # --- down ----------------------------------------------------------------
+
+  async def Fetch(
+    self, request: pb.FetchRequest, context: Context
+  ) -> AsyncIterator[pb.Chunk]:
+    try:
+      merged, encoding, payload = self._look_up(request)
+    except Refused as error:
+      await refuse(context, error)
+    yield messages.fragment_to(merged, encoding)
+    for piece in chunks.split(payload, CHUNK_BYTES):
+      self._traffic.bytes_down += len(piece.data)
+      yield pb.Chunk(data=pb.Data(crc32=piece.crc32, data=piece.data))
+
+  def _look_up(
+    self, request: pb.FetchRequest
+  ) -> tuple[MergedFragment, Encoding, codecs.Payload]:
+    """The newest version, as a delta where the learner has its base."""
+    held = messages.version_from(request.held)
+    merged = self._driver.call(
+      self._rounds.fetch,
+      request.learner_id,
+      request.incarnation,
+      request.fragment,
+    )
+    short = None
+    if held != NO_VERSION:
+      short = self._rounds.delta(request.fragment, held)
+    if short is not None and short[0] == merged.version:
+      payload = short[1]
+      if codecs.is_delta(payload):
+        encoding = Encoding("bfloat16", held, chunks.size(payload))
+        return merged, encoding, payload
+    size = chunks.size(merged.arrays)
+    return merged, Encoding("float32", None, size), merged.arrays

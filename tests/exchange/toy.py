@@ -1,0 +1,106 @@
+"""A tiny regression that a learner trains in microseconds, exactly."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+WIDTH = 6
+TARGET = np.linspace(-1.0, 1.0, WIDTH * 4, dtype=np.float32).reshape(4, WIDTH)
+
+
+def init(seed: int = 0) -> dict[str, Any]:
+  rng = np.random.default_rng(seed)
+  return {
+    "embed": jnp.asarray(rng.normal(size=WIDTH), jnp.float32),
+    "layers": jnp.asarray(rng.normal(size=(2, WIDTH)), jnp.float32),
+    "out": jnp.asarray(rng.normal(size=WIDTH), jnp.float32),
+    "steps": jnp.zeros((), jnp.int32),
+  }
+
+
+def loss(params: dict[str, Any], target: jax.Array) -> jax.Array:
+  stack = jnp.concatenate(
+    [params["embed"][None], params["layers"], params["out"][None]]
+  )
+  return jnp.mean((stack - target) ** 2)
+
+
+@jax.jit
+def update(
+  params: dict[str, Any], target: jax.Array, rate: jax.Array
+) -> tuple[dict[str, Any], jax.Array]:
+  value, grads = jax.value_and_grad(loss, allow_int=True)(params, target)
+  new = {k: params[k] - rate * grads[k] for k in ("embed", "layers", "out")}
+  return {**new, "steps": params["steps"] + 1}, value
+
+
+class Toy:
+  """Gradient descent towards a learner's own noisy view of the target."""
+
+  def __init__(
+    self,
+    seed: int,
+    *,
+    noise: float = 0.1,
+    rate: float = 0.05,
+    tokens: int = 100,
+    init_seed: int = 0,
+  ):
+    self.params = init(init_seed)
+    self._rng = np.random.default_rng(seed)
+    self._noise = noise
+    self._rate = rate
+    self._tokens = tokens
+    self.schedule_steps: list[int] = []
+
+  def step(self, step: int, schedule_step: int) -> tuple[int, float]:
+    self.schedule_steps.append(schedule_step)
+    noise = self._noise * self._rng.normal(size=TARGET.shape)
+    target = jnp.asarray(TARGET + noise, jnp.float32)
+    self.params, value = update(self.params, target, jnp.float32(self._rate))
+    return self._tokens, float(value)
+
+
+def roles(name: str) -> str | None:
+  return "embedding" if name == "embed" else None
+
+
+def global_params(job: Any) -> dict[str, np.ndarray]:
+  """The syncer's fragments, unit by unit."""
+  model = job.rounds.model
+  return {
+    f"{unit.tensor}.{unit.layer}": array
+    for units, fragment in zip(
+      model.manifest.fragments, model.fragments, strict=True
+    )
+    for unit, array in zip(units, fragment.arrays, strict=True)
+  }
+
+
+def learner_params(params: dict[str, Any], job: Any) -> dict[str, np.ndarray]:
+  """A learner's copy of the same units."""
+  return {
+    f"{unit.tensor}.{unit.layer}": np.asarray(
+      params[unit.tensor]
+      if unit.layer is None
+      else params[unit.tensor][unit.layer]
+    )
+    for units in job.rounds.model.manifest.fragments
+    for unit in units
+  }
+
+
+def global_loss(job: Any) -> float:
+  units = global_params(job)
+  total = 0.0
+  rows = [units["embed.None"]]
+  if "layers.None" in units:
+    rows += list(units["layers.None"])
+  else:
+    rows += [units["layers.0"], units["layers.1"]]
+  rows.append(units["out.None"])
+  for row, target in zip(rows, TARGET, strict=True):
+    total += float(((row - target) ** 2).mean())
+  return total / 4
