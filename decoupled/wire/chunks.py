@@ -1,5 +1,6 @@
 """A fragment as a stream of checked chunks, and back."""
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -52,7 +53,7 @@ class Assembly:
   def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: np.dtype):
     self._shapes = shapes
     self._dtype = dtype
-    self.size = sum(_count(shape) for shape in shapes) * dtype.itemsize
+    self.size = count(shapes) * dtype.itemsize
     self._data = np.empty(self.size, np.uint8)
     self._filled = 0
     self._crc = 0
@@ -93,7 +94,7 @@ class Assembly:
     self._data.flags.writeable = False
     arrays, at = [], 0
     for shape in self._shapes:
-      end = at + _count(shape) * self._dtype.itemsize
+      end = at + count([shape]) * self._dtype.itemsize
       arrays.append(self._data[at:end].view(self._dtype).reshape(shape))
       at = end
     return tuple(arrays)
@@ -103,5 +104,6 @@ def _bytes(array: np.ndarray) -> memoryview:
   return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
-def _count(shape: tuple[int, ...]) -> int:
-  return int(np.prod(shape, dtype=np.int64))
+def count(shapes: Sequence[tuple[int, ...]]) -> int:
+  """Number of elements in arrays of these shapes."""
+  return sum(math.prod(shape) for shape in shapes)

@@ -61,7 +61,7 @@ BULK_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def make_token_file(path: str | os.PathLike[str]) -> str:
+def make_token(path: str | os.PathLike[str]) -> str:
   """Makes a token and writes it where only its owner can read it.
 
   Raises:
@@ -81,7 +81,7 @@ def make_token_file(path: str | os.PathLike[str]) -> str:
   return token
 
 
-def read_token_file(path: str | os.PathLike[str]) -> str:
+def read_token(path: str | os.PathLike[str]) -> str:
   """Reads a run token.
 
   Raises:

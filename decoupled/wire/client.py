@@ -1,0 +1,316 @@
+"""The gRPC wire: a learner's connection to its syncer, and the operator's."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+
+from decoupled.clock import Clock, MonotonicClock
+from decoupled.errors import DecoupledError, Refused, Unreachable
+from decoupled.types import (
+  NO_VERSION,
+  Announcement,
+  Arrays,
+  Contribution,
+  Hello,
+  MergedFragment,
+  Phase,
+  Report,
+  Version,
+  Welcome,
+)
+from decoupled.wire import address as address_lib
+from decoupled.wire import chunks, codecs, credentials, messages
+from decoupled.wire.address import Address
+from decoupled.wire.messages import Encoding
+from decoupled.wire.proto.decoupled.v1 import (
+  fragments_pb2,
+  fragments_pb2_grpc,
+  membership_pb2,
+  membership_pb2_grpc,
+)
+from decoupled.wire.status import JobStatus
+from decoupled.wire.stream import ControlStream, Outbox
+
+_LEAVE_S = 2.0
+
+
+class GrpcLearnerWire:
+  """Implements `link.wire.LearnerWire` over gRPC.
+
+  Control and bulk have channels, hence TCP connections, of their own. After a
+  loss the channels reconnect by themselves; say `hello` and `listen` again.
+
+  Args:
+    address: of the syncer.
+    token: of the run.
+    connect_s: how long `hello` tries.
+    transfer_s: how long the transfer of one fragment may take.
+    clock: of the times that are sent; the same as that of reports.
+    tls: credentials of the channels, None for plain text.
+  """
+
+  def __init__(
+    self,
+    address: Address | str,
+    token: str,
+    *,
+    connect_s: float = 60.0,
+    transfer_s: float = 30.0,
+    clock: Clock | None = None,
+    tls: grpc.ChannelCredentials | None = None,
+  ):
+    self._address = _address(address)
+    self.peer = str(self._address)
+    self._connect_s = connect_s
+    self._transfer_s = transfer_s
+    self._clock = clock or MonotonicClock()
+    self._metadata = credentials.metadata(token)
+    self._channels = [
+      credentials.channel(self._address, token, tls),
+      credentials.channel(self._address, token, tls, bulk=True),
+    ]
+    self._membership = membership_pb2_grpc.MembershipStub(self._channels[0])
+    self._store = fragments_pb2_grpc.FragmentStoreStub(self._channels[1])
+    self._outbox = Outbox()
+    self._stream: ControlStream | None = None
+    self._welcome: Welcome | None = None
+    self._codec = "float32"
+
+  def hello(self, hello: Hello) -> Welcome:
+    """Claims a learner id; see `LearnerWire`."""
+    try:
+      reply = self._membership.Hello(
+        messages.hello_to(hello),
+        timeout=self._connect_s,
+        metadata=self._metadata,
+        wait_for_ready=True,
+      )
+    except grpc.RpcError as error:
+      raise failure(error, self._address, self._connect_s) from None
+    welcome = messages.welcome_from(reply)
+    self._welcome = welcome
+    codec = dict(welcome.contract).get("Exchange.codec", "float32")
+    self._codec = codec.strip("'\"")
+    return welcome
+
+  def listen(
+    self,
+    on_announcement: Callable[[Announcement], None],
+    on_lost: Callable[[str], None],
+  ) -> None:
+    """Opens the control stream; see `LearnerWire`."""
+    if self._stream is not None:
+      self._stream.close()
+    self._stream = ControlStream(
+      self._open_control,
+      self._outbox,
+      self._granted,
+      self._clock,
+      lambda error: str(failure(error, self._address, self._connect_s)),
+      on_announcement,
+      on_lost,
+    )
+
+  def _open_control(
+    self, outgoing: Iterator[membership_pb2.LearnerMessage]
+  ) -> Any:
+    return self._membership.Control(outgoing, metadata=self._metadata)
+
+  def report(self, report: Report) -> None:
+    """Hands over the newest report; see `LearnerWire`."""
+    self._outbox.put(report)
+
+  def contribute(self, contribution: Contribution, base: Arrays | None) -> str:
+    """Sends one copy; see `LearnerWire`."""
+    payload = codecs.encode(self._codec, contribution.arrays, base)
+    header = contribution.header
+    encoding = Encoding(
+      self._codec,
+      header.base if codecs.is_delta(payload) else None,
+      chunks.size(payload),
+    )
+    try:
+      reply = self._store.Contribute(
+        _stream_of(messages.contribution_to(contribution, encoding), payload),
+        timeout=self._transfer_s,
+        metadata=self._metadata,
+      )
+    except grpc.RpcError as error:
+      raise failure(error, self._address, self._transfer_s) from None
+    return reply.refusal
+
+  def fetch(
+    self, fragment: int, held: Version, base: Arrays | None
+  ) -> MergedFragment:
+    """Gets the newest version of a fragment; see `LearnerWire`."""
+    request = fragments_pb2.FetchRequest(
+      learner_id=self._granted.learner_id,
+      incarnation=self._granted.incarnation,
+      fragment=fragment,
+      held=messages.version_to(NO_VERSION if base is None else held),
+    )
+    call: Any = self._store.Fetch(
+      request, timeout=self._transfer_s, metadata=self._metadata
+    )
+    try:
+      return self._receive(call, fragment, held, base)
+    except grpc.RpcError as error:
+      raise failure(error, self._address, self._transfer_s) from None
+    finally:
+      call.cancel()
+
+  def _receive(
+    self,
+    call: Any,
+    fragment: int,
+    held: Version,
+    base: Arrays | None,
+  ) -> MergedFragment:
+    first = next(call, None)
+    if first is None:
+      raise messages.malformed("a fragment without anything in it")
+    merged, encoding = messages.fragment_from(first)
+    if merged.fragment != fragment:
+      raise messages.malformed(
+        f"fragment {merged.fragment} came instead of {fragment}"
+      )
+    if encoding.base not in (None, held):
+      raise messages.malformed(
+        f"a delta against {encoding.base}, {held} is what this learner holds"
+      )
+    manifest = self._granted.manifest
+    shapes = [manifest.shape(unit) for unit in manifest.fragments[fragment]]
+    dtype: np.dtype[Any] = (
+      codecs.FULL if encoding.base is None else codecs.DELTA
+    )
+    assembly = chunks.Assembly(shapes, dtype)
+    for part in call:
+      data = messages.data_from(part)
+      assembly.add(data.data, data.crc32)
+    arrays = codecs.decode(encoding.codec, assembly.finish(), base)
+    return dataclasses.replace(merged, arrays=arrays)
+
+  def leave(self, why: str = "") -> None:
+    """Says goodbye, then ends the control stream."""
+    stream, self._stream = self._stream, None
+    if stream is not None:
+      stream.leave(why, _LEAVE_S)
+
+  def close(self) -> None:
+    """Releases connections and threads."""
+    stream, self._stream = self._stream, None
+    if stream is not None:
+      stream.close()
+    for channel in self._channels:
+      channel.close()
+
+  @property
+  def _granted(self) -> Welcome:
+    if self._welcome is None:
+      raise RuntimeError("say hello first")
+    return self._welcome
+
+
+class AdminClient:
+  """The operator's calls on a running job.
+
+  Args:
+    address: of the syncer.
+    token: of the run.
+    limit_s: how long a call may take.
+    tls: credentials of the channel, None for plain text.
+  """
+
+  def __init__(
+    self,
+    address: Address | str,
+    token: str,
+    *,
+    limit_s: float = 5.0,
+    tls: grpc.ChannelCredentials | None = None,
+  ):
+    self._address = _address(address)
+    self._limit_s = limit_s
+    self._metadata = credentials.metadata(token)
+    self._channel = credentials.channel(self._address, token, tls)
+    self._stub = membership_pb2_grpc.MembershipStub(self._channel)
+
+  def status(self) -> JobStatus:
+    """The run at a glance; raises Refused, Unreachable."""
+    request = membership_pb2.StatusRequest()
+    return messages.status_from(self._call(self._stub.Status, request))
+
+  def drain(self, why: str) -> Phase:
+    """Asks for the end of the run, in order; returns where it now is."""
+    request = membership_pb2.DrainRequest(why=why)
+    return messages.phase_from(self._call(self._stub.Drain, request).phase)
+
+  def expect(self, learner_id: int, limit_s: float) -> None:
+    """Says that a learner is being restarted: do not end without it."""
+    request = membership_pb2.ExpectRequest(
+      learner_id=learner_id, limit_s=limit_s
+    )
+    self._call(self._stub.Expect, request)
+
+  def close(self) -> None:
+    self._channel.close()
+
+  def __enter__(self) -> "AdminClient":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _call(self, method: Callable[..., Any], request: Any) -> Any:
+    try:
+      return method(request, timeout=self._limit_s, metadata=self._metadata)
+    except grpc.RpcError as error:
+      raise failure(error, self._address, self._limit_s) from None
+
+
+def failure(
+  error: grpc.RpcError, address: Address, limit_s: float
+) -> DecoupledError:
+  """What a failed call means to the learner and to whoever reads the log."""
+  code, details = error.code(), error.details() or ""
+  if code is grpc.StatusCode.FAILED_PRECONDITION:
+    reason, _, message = details.partition(": ")
+    return Refused(reason, message or reason)
+  if code is grpc.StatusCode.UNAUTHENTICATED:
+    return Refused(
+      "unauthenticated",
+      f"the syncer at {address} does not accept this run token: use the token "
+      "file of its run (--token_file)",
+    )
+  if code is grpc.StatusCode.UNIMPLEMENTED:
+    return Refused(
+      "protocol",
+      f"what listens at {address} does not speak decoupled.v1: check the "
+      "address, and install the same release on both sides",
+    )
+  if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    return Unreachable(
+      f"no syncer answered at {address} within {limit_s:g} s: is it running, "
+      "and is the address right?"
+    )
+  return Unreachable(
+    f"the syncer at {address} cannot be reached ({details or code.name})"
+  )
+
+
+def _address(address: Address | str) -> Address:
+  if isinstance(address, Address):
+    return address
+  return address_lib.parse(address)
+
+
+def _stream_of(
+  header: fragments_pb2.Chunk, payload: codecs.Payload
+) -> Iterator[fragments_pb2.Chunk]:
+  yield header
+  for piece in chunks.split(payload, credentials.CHUNK_BYTES):
+    data = fragments_pb2.Data(crc32=piece.crc32, data=piece.data)
+    yield fragments_pb2.Chunk(data=data)
