@@ -156,6 +156,7 @@ def _event(scanner: "_Scanner") -> Event:
   column = scanner.column
   action = scanner.word()
   if action == "storm":
+    column = scanner.column
     rate = scanner.number("a rate, such as 12/h")
     scanner.expect("/h", "'/h' after the rate")
     if rate <= 0:
@@ -176,8 +177,8 @@ def _event(scanner: "_Scanner") -> Event:
     if at < 1 or at != int(at):
       scanner.fail("a whole round from 1 on", column)
   fault = Fault(action, target, at, unit, **_read_options(scanner, action))
-  if action == "slow" and (fault.by is None or fault.by < 1):
-    scanner.fail("'by' and a factor of at least 1, such as by 3 (slow)")
+  if action == "slow" and fault.by is None:
+    scanner.fail("'by' and a factor, such as by 3 (slow)")
   return fault
 
 
@@ -226,7 +227,10 @@ def _read_options(scanner: "_Scanner", action: str) -> _Options:
       found["for_s"] = scanner.number("how long, such as for 20s")
       scanner.expect("s", "'s' after the number (for 20s)")
     elif option == "by":
+      column = scanner.column
       found["by"] = scanner.number("a factor, such as by 3")
+      if action == "slow" and found["by"] < 1:
+        scanner.fail("a factor of at least 1", column)
     elif option == "seed":
       found["seed"] = scanner.whole("a whole number after seed")
     else:
