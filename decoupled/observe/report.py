@@ -23,6 +23,7 @@ from decoupled.observe.gaps import Span
 
 SCHEMA_VERSION = 1
 FAULTS = ("kill", "term", "pause", "partition")  # these become failures
+_REAPED_S = 2.0  # between the end of a process and the notice of it
 SLOWING = ("slow", "throttle")  # these only make the target's steps not quiet
 LOST = ("failure", "rollback", "refusal", "left_out", "stale")
 
@@ -108,7 +109,7 @@ class Learner:
     for life in reversed(self.incarnations):
       joined = life.joined if life.joined is not None else life.first_end
       if joined is not None and joined <= t:
-        return life if life.left is None or life.left > t else None
+        return life if life.left is None or life.left >= t else None
     return None
 
   def newest(self, t: float) -> int:
@@ -226,7 +227,8 @@ class Timeline:
     for event in self.events:
       if event["kind"] == "end":
         break
-      if event["kind"] == "fault" and event.get("action") in FAULTS:
+      struck = event["kind"] == "fault" and not event.get("error")
+      if struck and event.get("action") in FAULTS:
         failures.append(
           self._traced(
             Failure(
@@ -253,9 +255,19 @@ class Timeline:
           failure.exited = True
           return
         break
-    failure = self._traced(Failure("exit", role, t))
+    failure = self._traced(Failure("exit", role, self._broke_off(role, t)))
     failure.exited = True
     failures.append(failure)
+
+  def _broke_off(self, role: str, t: float) -> float:
+    """When a process that was found dead at `t` fell silent.
+
+    Its connection may have been seen to close before its exit was.
+    """
+    learner = self.learners.get(learner_number(role))
+    life = learner.lives.get(learner.newest(t)) if learner else None
+    left = life.left if life is not None else None
+    return left if left is not None and 0 <= t - left <= _REAPED_S else t
 
   def _traced(self, failure: Failure) -> Failure:
     """Fills in how the target came back."""
@@ -393,6 +405,8 @@ class Timeline:
           default=math.inf,
         ),
       )
+      if stop <= window.start:
+        continue
       clipped = Span(window.start, stop)
       quiet_run = Span(self.start_up(), self.training_until)
       verdict = gaps.judge(
@@ -460,6 +474,7 @@ def write(
   reader = EventReader(workdir / "events.jsonl")
   try:
     report = build(reader.rest(), status, exit_reason)
+    report["workdir"] = os.fspath(workdir)
     report["log_lines_skipped"] = reader.skipped
     text = json.dumps(report, indent=2, allow_nan=False) + "\n"
     write_atomically(workdir / "report.json", text)
@@ -541,7 +556,7 @@ def _learner(learner: Learner, line: Timeline) -> dict[str, Any]:
       _round(float(np.percentile(within, 99))) if within.size else None
     ),
     "max_gap_s": _round(float(times.max())) if has else None,
-    "final_loss": learner.losses[-1][2] if learner.losses else None,
+    "final_loss": _round(learner.losses[-1][2]) if learner.losses else None,
   }
 
 
@@ -567,7 +582,7 @@ def _rounds(line: Timeline) -> dict[str, Any]:
     "lost": _lost_rounds(line),
     "refused": refused,
     "median_open_s": _round(float(np.median(length))) if length else None,
-    "last": max((r["round"] for r in line.rounds), default=0),
+    "last": max((r["round"] for r in line.counted), default=0),
     "drained": len(line.rounds) - len(line.counted),
   }
 
