@@ -1,0 +1,466 @@
+"""report.json from hand-made logs, with numbers worked by hand."""
+
+import json
+
+import pytest
+from observe_logs import membership, round_event, steps_events, write_log
+
+from decoupled.errors import DecoupledError
+from decoupled.observe import report
+
+
+def _start(learners=2):
+  return {
+    "t": 0.0,
+    "kind": "start",
+    "run_id": "r",
+    "seed": 7,
+    "wall_time": "",
+    "learners": learners,
+    "config": {},
+  }
+
+
+def _fault(t, action, target, **options):
+  event = {"t": t, "kind": "fault", "action": action, "target": target}
+  return {**event, "at": f"{t}s", **options}
+
+
+def _exit(t, role, code=None, signal=None):
+  return {"t": t, "kind": "exit", "role": role, "code": code, "signal": signal}
+
+
+def _steps(learner, incarnation, ends, per_step=10, first=0, **fields):
+  """One `steps` event with the ends given; counters start at `first`."""
+  count = first + len(ends)
+  return {
+    "t": ends[-1] + 0.01,
+    "kind": "steps",
+    "learner": learner,
+    "incarnation": incarnation,
+    "step": count,
+    "tokens": count * per_step,
+    "schedule_step": count,
+    "ends": ends,
+    "loss": 2.0,
+    "position": [0, count],
+    **fields,
+  }
+
+
+def _range(start, stop, step=1.0):
+  count = round((stop - start) / step)
+  return [start + step * (i + 1) for i in range(count)]
+
+
+def test_goodput_by_hand():
+  """Two learners, 1 s a step, 10 tokens a step; rounds from 10 s to 30 s.
+
+  Possible: 2 × 10 × 20 = 400. Processed in it: learner 0 does the steps that
+  end in (10, 30]: 20 × 10 = 200. Learner 1 stops at 20 and starts again at
+  25: steps ending at 11 … 20 and 26 … 30: 15 × 10 = 150. Discarded: 30 to
+  failure, 50 to overlap, which is not subtracted. (350 − 30) / 400 = 0.8.
+  """
+  events = [
+    _start(),
+    membership(0.5, "join", 0, 1),
+    membership(0.5, "join", 1, 2),
+    _steps(0, 1, _range(5, 40)),
+    _steps(1, 2, _range(5, 20)),
+    membership(20.2, "leave", 1, 2),
+    membership(24.5, "join", 1, 3),
+    _steps(1, 3, _range(25, 40)),
+    {
+      "t": 20.2,
+      "kind": "discard",
+      "learner": 1,
+      "cause": "failure",
+      "tokens": 30,
+    },
+    {
+      "t": 21.0,
+      "kind": "discard",
+      "learner": 0,
+      "cause": "overlap",
+      "tokens": 50,
+    },
+    round_event(1, 10.0, 11.0, [0, 1], [0, 1]),
+    round_event(2, 29.0, 30.0, [0, 1], [0, 1]),
+    round_event(3, 30.0, 39.0, [0, 1], [0, 1], counted=False),
+  ]
+  made = report.build(events)
+  assert made["goodput"] == 0.8
+  assert made["discarded"] == {"failure": 30, "overlap": 50}
+  assert made["tokens_total"] == 350 + 150 + 150
+
+
+def test_goodput_counts_a_learner_that_never_came():
+  events = [
+    _start(learners=2),
+    membership(0.5, "join", 0, 1),
+    _steps(0, 1, _range(0, 40)),
+    round_event(1, 10.0, 30.0, [0], [0]),
+  ]
+  assert report.build(events)["goodput"] == 0.5
+
+
+def test_goodput_of_a_learner_slowed_for_good_is_against_its_quiet_step():
+  """1 s a step until 20 s, then 2 s: 10..20 gives 10 steps, 20..30 five."""
+  events = [
+    _start(learners=1),
+    membership(0.5, "join", 0, 1),
+    _steps(0, 1, _range(0, 20)),
+    _fault(20.0, "slow", "learner/0", by=2),
+    _steps(0, 1, _range(20, 40, 2.0), first=20),
+    round_event(1, 10.0, 30.0, [0], [0]),
+  ]
+  made = report.build(events)
+  assert made["goodput"] == 0.75
+  assert made["failures"] == []
+
+
+def test_participation_is_the_mean_of_the_rounds_shares():
+  events = [
+    _start(),
+    round_event(1, 1, 2, [0, 1], [0, 1]),
+    round_event(2, 2, 3, [0], [0, 1]),
+    round_event(3, 3, 4, [0, 1, 2], [0, 1]),  # 2 died while it closed
+    round_event(4, 4, 5, [0], []),  # nobody had finished a step
+    round_event(5, 5, 6, [], [0, 1], counted=False, grace_s=9),
+  ]
+  rounds = report.build(events)["rounds"]
+  assert rounds["closed"] == 4
+  assert rounds["mean_participants"] == pytest.approx((2 + 1 + 3 + 1) / 4)
+  assert rounds["participation"] == pytest.approx((1 + 0.5 + 1) / 3, abs=1e-4)
+  assert rounds["grace_used_s_mean"] == 0.02
+
+
+def test_rounds_lost_to_a_restart_of_the_syncer():
+  """Term 1 closed round 5, the snapshot was of round 3: 4 and 5 are lost."""
+  events = [_start()]
+  events += [round_event(n, n, n + 0.9, [0], [0]) for n in range(1, 6)]
+  events += [
+    round_event(n, n + 9, n + 9.9, [0], [0], term=2) for n in range(4, 8)
+  ]
+  assert report.build(events)["rounds"]["lost"] == 2
+
+
+def test_refusals_by_reason():
+  events = [
+    _start(),
+    *(
+      {
+        "t": 1,
+        "kind": "refused",
+        "learner": 0,
+        "round": 1,
+        "fragment": 0,
+        "reason": reason,
+        "tokens": 1,
+      }
+      for reason in ("stale", "checksum", "stale")
+    ),
+  ]
+  assert report.build(events)["rounds"]["refused"] == {
+    "stale": 2,
+    "checksum": 1,
+  }
+
+
+def test_a_killed_learner_and_its_survivors(demo):
+  (failure,) = report.build(demo)["failures"]
+  assert failure["kind"] == "kill"
+  assert failure["target"] == "learner/1"
+  assert failure["at_s"] == 15.02
+  assert failure["detected_s"] == 15.05
+  assert failure["state_s"] == failure["ready_s"] == 20.0
+  assert failure["first_step_s"] == 21.06
+  assert failure["downtime_s"] == pytest.approx(6.04)
+  assert failure["cold"] is True
+  assert failure["compiles_after_takeover"] is None
+  assert [s["id"] for s in failure["survivors"]] == [0, 2]
+  assert all(s["undisturbed"] for s in failure["survivors"])
+  # window 15.02 … 31.06; quiet: 5.06 … 15.02 is too short, after is not
+  assert failure["survivors"][0]["quiet_gap_s"] == pytest.approx(0.06)
+
+
+def test_incarnations_of_one_id_are_joined(demo):
+  row = report.build(demo)["learners"][1]
+  assert row["id"] == 1
+  assert row["incarnation"] == 4
+  assert row["inner_steps"] == 166 + 483
+  assert row["tokens"] == (166 + 483) * 512
+  assert row["median_step_s"] == pytest.approx(0.06)
+  assert row["max_gap_s"] == pytest.approx(21.06 - 14.96)
+
+
+def _one_failure(*extra, until=60.0, survivor=None):
+  events = [
+    _start(),
+    membership(0.1, "join", 0, 1),
+    membership(0.1, "join", 1, 2),
+    *(survivor or steps_events(0, 1, 0.0, until, step_s=0.25)),
+    *extra,
+  ]
+  return report.build(events)
+
+
+def test_a_survivor_that_stalls_is_disturbed():
+  survivor = [
+    _steps(0, 1, [*_range(0, 30, 0.25), *_range(32, 60, 0.25)], first=0)
+  ]
+  made = _one_failure(
+    _steps(1, 2, _range(0, 30)),
+    _fault(30.0, "kill", "learner/1", norestart=True),
+    membership(30.1, "leave", 1, 2),
+    survivor=survivor,
+  )
+  (failure,) = made["failures"]
+  assert failure["downtime_s"] is None
+  assert failure["cold"] is None
+  (row,) = failure["survivors"]
+  assert row["gap_s"] == pytest.approx(2.25)
+  assert row["quiet_gap_s"] == pytest.approx(0.25)
+  assert row["undisturbed"] is False
+
+
+def test_the_idle_time_after_the_drain_disturbs_nobody():
+  made = _one_failure(
+    _steps(1, 2, _range(0, 18)),
+    _fault(18.0, "kill", "learner/1"),
+    {"t": 20.0, "kind": "phase", "phase": "draining", "why": ""},
+    {"t": 90.0, "kind": "end", "status": "completed", "reason": ""},
+    until=20.0,
+  )
+  assert made["failures"][0]["survivors"][0]["undisturbed"] is True
+
+
+def test_a_survivor_is_judged_until_it_is_struck_itself():
+  made = _one_failure(
+    _steps(1, 2, _range(0, 60)),
+    _fault(30.0, "partition", "learner/1", **{"for": 1}),
+    _fault(35.0, "kill", "learner/0"),
+    membership(35.1, "leave", 0, 1),
+    until=35.0,
+  )
+  first = made["failures"][0]
+  assert first["downtime_s"] is None  # it never stopped
+  assert first["detected_s"] is None
+  assert first["survivors"][0]["gap_s"] == pytest.approx(0.25)
+  assert made["failures"][1]["survivors"][0]["id"] == 1
+
+
+def test_a_short_pause_is_over_with_the_next_step():
+  made = _one_failure(
+    _steps(1, 2, [*_range(0, 30), 32.5, *_range(33, 60)]),
+    _fault(30.0, "pause", "learner/1", **{"for": 2}),
+    {"t": 60.1, "kind": "phase", "phase": "draining", "why": ""},
+    membership(60.5, "leave", 1, 2, why="drained"),
+  )
+  (failure,) = made["failures"]
+  assert failure["detected_s"] is None
+  assert failure["downtime_s"] == pytest.approx(2.5)
+  assert failure["cold"] is False
+
+
+def test_a_long_pause_ends_with_a_new_incarnation():
+  made = _one_failure(
+    _steps(1, 2, _range(0, 20)),
+    _fault(20.0, "pause", "learner/1", **{"for": 10}),
+    membership(25.0, "leave", 1, 2, why="lease"),
+    membership(30.2, "join", 1, 3),
+    _steps(1, 3, _range(30, 40)),
+  )
+  (failure,) = made["failures"]
+  assert failure["detected_s"] == 25.0
+  assert failure["state_s"] == 30.2
+  assert failure["downtime_s"] == 11.0
+  assert failure["cold"] is False
+
+
+def test_an_exit_belongs_to_its_fault_or_is_a_failure_of_its_own():
+  made = _one_failure(
+    _steps(1, 2, _range(0, 20)),
+    _fault(20.0, "kill", "learner/1"),
+    _exit(20.1, "learner/1", signal="SIGKILL"),
+    membership(20.1, "leave", 1, 2),
+    {"t": 20.1, "kind": "restart", "role": "learner/1", "attempt": 2},
+    membership(22.0, "join", 1, 3),
+    _steps(1, 3, _range(22, 40)),
+    membership(40.1, "leave", 1, 3),
+    _exit(40.3, "learner/1", code=1),  # noticed after the connection broke
+    {"t": 40.3, "kind": "restart", "role": "learner/1", "attempt": 3},
+    membership(42.0, "join", 1, 4),
+    _steps(1, 4, _range(42, 60)),
+    {"t": 61.0, "kind": "end", "status": "completed", "reason": ""},
+    _exit(62.0, "learner/0", signal="SIGTERM"),
+  )
+  kill, crash = made["failures"]
+  assert (kill["kind"], kill["downtime_s"]) == ("kill", 3.0)
+  assert (crash["kind"], crash["target"]) == ("exit", "learner/1")
+  assert crash["at_s"] == crash["detected_s"] == 40.1
+  assert crash["downtime_s"] == pytest.approx(2.9)
+  assert crash["cold"] is True
+
+
+def test_a_fault_that_could_not_be_injected_is_none():
+  made = _one_failure(_fault(20.0, "kill", "learner/1", error="is down"))
+  assert made["failures"] == []
+
+
+def test_the_syncer_is_back_with_a_round_of_a_higher_term():
+  made = _one_failure(
+    *(round_event(n, n, n + 0.5, [0], [0]) for n in range(1, 20)),
+    _fault(20.0, "kill", "syncer"),
+    round_event(20, 26.0, 26.5, [0], [0], term=2),
+  )
+  (failure,) = made["failures"]
+  assert failure["downtime_s"] == pytest.approx(6.51)
+  assert [s["id"] for s in failure["survivors"]] == [0]
+
+
+def test_data_units():
+  """0: units 0 … 2, in the third; 1: dies in unit 2, starts at its begin."""
+  events = [
+    _start(),
+    _steps(0, 1, [1.0, 2.0], position=[2, 5]),
+    membership(0.1, "join", 0, 1, position=[0, 0]),
+    membership(0.1, "join", 1, 2, position=[0, 0]),
+    _steps(1, 2, [1.0, 2.0], position=[2, 7]),
+    membership(3.0, "join", 1, 3, position=[2, 0]),
+    _steps(1, 3, [4.0, 5.0], position=[4, 0]),
+  ]
+  assert report.build(events)["data"] == {
+    "units_claimed": 3 + 4,
+    "units_completed": 2 + 4,
+    "units_repeated": 1,
+  }
+
+
+def test_wire_totals_add_up_over_restarts_of_the_syncer():
+  events = [_start()]
+  events += [
+    {
+      "t": t,
+      "kind": "wire",
+      "bytes_up": up,
+      "bytes_down": 2 * up,
+      "codec": "bfloat16",
+    }
+    for t, up in ((1, 10), (2, 30), (3, 5), (4, 9))
+  ]
+  assert report.build(events)["wire"] == {
+    "bytes_up": 39,
+    "bytes_down": 78,
+    "codec": "bfloat16",
+  }
+
+
+def test_checkpoints_and_compiles():
+  def saved(what, ok, path):
+    return {
+      "t": 1,
+      "kind": "checkpoint",
+      "what": what,
+      "round": 1,
+      "path": path,
+      "ok": ok,
+      "error": "",
+    }
+
+  done = {
+    "t": 9,
+    "kind": "learner_done",
+    "learner": 1,
+    "incarnation": 2,
+    "steps": 5,
+    "tokens": 50,
+    "median_step_s": 1,
+    "p99_step_s": 1,
+    "compiles": {"hits": 3, "misses": 1},
+  }
+  made = report.build(
+    [
+      _start(),
+      saved("restore", True, "a"),
+      saved("save", True, "b"),
+      saved("save", False, "c"),
+      done,
+    ]
+  )
+  assert made["checkpoints"] == {
+    "saved": 1,
+    "restored_from": "a",
+    "failed_saves": 1,
+  }
+  assert made["compiles"] == {"learner/1": {"hits": 3, "misses": 1}}
+  assert made["learners"][0]["inner_steps"] == 5
+
+
+def test_every_field_of_the_design_is_there(demo):
+  made = report.build(demo)
+  expected = {
+    None: "schema_version status exit_reason seed wall_s initial_loss "
+    "eval_loss eval_tokens tokens_total goodput discarded learners rounds "
+    "failures wire data compiles checkpoints",
+    "rounds": "closed mean_participants participation grace_used_s_mean lost "
+    "refused",
+    "learners": "id hosts incarnation inner_steps tokens median_step_s "
+    "p99_step_s max_gap_s final_loss",
+    "failures": "kind target at_s detected_s state_s ready_s first_step_s "
+    "downtime_s cold compiles_after_takeover state_source survivors",
+    "wire": "bytes_up bytes_down codec",
+    "data": "units_claimed units_completed units_repeated",
+    "checkpoints": "saved restored_from failed_saves",
+  }
+  for key, names in expected.items():
+    part = made if key is None else made[key]
+    part = part[0] if isinstance(part, list) else part
+    assert set(names.split()) <= set(part), key
+  assert set(made["failures"][0]["survivors"][0]) == {
+    "id",
+    "gap_s",
+    "median_step_s",
+    "quiet_gap_s",
+    "undisturbed",
+  }
+  assert made["status"] == "completed"
+  assert made["wall_s"] == 55.5
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 5, 40, 120])
+def test_a_log_cut_off_anywhere_gives_a_report(tmp_path, demo, keep):
+  path = write_log(tmp_path, demo[:keep])
+  with path.open("ab") as file:
+    file.write(b'{"t": 3.0, "kind": "ste')
+  made = report.write(tmp_path)
+  assert made["status"] == "interrupted"
+  assert made["log_lines_skipped"] == 1
+  assert json.loads((tmp_path / "report.json").read_text()) == made
+
+
+def test_events_with_fields_missing_are_survived():
+  kinds = "start phase join ready first_step leave round refused steps discard "
+  kinds += "fault exit restart learner_done wire checkpoint eval end"
+  events = [{"t": 1.0, "kind": kind} for kind in kinds.split()]
+  events += [{**event, "learner": 1, "incarnation": 2} for event in events]
+  assert report.build(events)["schema_version"] == 1
+
+
+def test_only_the_last_job_counts(tmp_path, demo):
+  again = [
+    {**_start(), "run_id": "again"},
+    round_event(701, 1, 2, [0], [0]),
+    {"t": 3.0, "kind": "end", "status": "failed", "reason": "disk"},
+  ]
+  write_log(tmp_path, demo + again)
+  made = report.write(tmp_path)
+  assert (made["status"], made["exit_reason"]) == ("failed", "disk")
+  assert made["rounds"]["closed"] == 1
+  given = report.write(tmp_path, "interrupted", "SIGTERM")
+  assert (given["status"], given["exit_reason"]) == ("interrupted", "SIGTERM")
+
+
+def test_no_log_is_one_line(tmp_path):
+  with pytest.raises(DecoupledError, match=r"no events\.jsonl"):
+    report.write(tmp_path)
