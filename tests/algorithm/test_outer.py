@@ -22,6 +22,16 @@ def arrays(seed, shapes=SHAPES):
   return tuple(np.asarray(rng.normal(size=s), np.float32) for s in shapes)
 
 
+def aligned(array):
+  """A copy on a 64-byte boundary, where JAX may share memory with NumPy."""
+  raw = np.empty(array.nbytes + 64, np.uint8)
+  start = -raw.ctypes.data % 64
+  copy = raw[start : start + array.nbytes].view(array.dtype)
+  copy = copy.reshape(array.shape)
+  copy[...] = array
+  return copy
+
+
 def digest(values):
   return hashlib.sha256(b"".join(v.tobytes() for v in values)).hexdigest()
 
@@ -105,7 +115,7 @@ def test_inputs_stay_as_they_were():
 
 def test_later_writes_to_the_inputs_do_not_reach_the_results():
   outer = Outer()
-  theta, delta = arrays(0), arrays(1)
+  theta, delta = (tuple(map(aligned, arrays(seed))) for seed in (0, 1))
   state = outer_lib.init(outer, theta, ROLES)
   new, state = outer_lib.step(outer, theta, delta, state, ROLES)
   before = digest(new), digest(outer_lib.state_arrays(state))
@@ -150,6 +160,7 @@ def test_a_state_survives_as_plain_arrays(momentum):
   saved = outer_lib.state_arrays(state)
   assert [a.shape for a in saved] == [(3, 4), ()]
   assert all(type(a) is np.ndarray for a in saved)
+  saved = tuple(map(aligned, saved))
   restored = outer_lib.state_from_arrays(outer, saved)
   assert jax.tree.structure(restored) == jax.tree.structure(state)
   for array in saved:  # the restored state owns its memory
