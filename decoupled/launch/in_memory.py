@@ -19,7 +19,7 @@ from decoupled.link.link import Link
 from decoupled.link.wire import LearnerWire
 from decoupled.syncer.rounds import Plan, Rounds, TapeLike
 from decoupled.syncer.settings import Limits
-from decoupled.types import EventSink, Hello
+from decoupled.types import EventSink, Hello, TensorSpec
 from decoupled.wire.memory import Fault, MemoryNetwork, MemoryWire
 
 _LOOK_S = 0.5
@@ -34,7 +34,11 @@ class Trainer(Protocol):
   params: Any
 
   def step(self, step: int, schedule_step: int) -> tuple[int, float]:
-    """Takes inner step `step` (from 1); returns (tokens, loss)."""
+    """Takes inner step `step` (from 1) at the rate of `schedule_step`.
+
+    Returns:
+      (tokens, loss).
+    """
     ...
 
 
@@ -153,15 +157,17 @@ class InMemoryJob:
     step_s: float | Callable[[int], float],
     *,
     roles: tree.Roles = None,
+    stacked: tuple[str, ...] = (),
     delay_s: float = 0.0,
   ) -> SimulatedLearner:
     """A learner that joins `delay_s` from now and trains until the end."""
     pace = step_s if callable(step_s) else (lambda _step: float(step_s))
     learner = SimulatedLearner(learner_id, trainer, pace)
+    tensors = tree.tensor_specs(trainer.params, roles, stacked)
     before = self.learners.get(learner_id)
     learner.life = 0 if before is None else before.life + 1
     self.learners[learner_id] = learner
-    self.network.after(delay_s, lambda: self._join(learner, roles))
+    self.network.after(delay_s, lambda: self._join(learner, tensors))
     return learner
 
   def kill(self, learner_id: int) -> None:
@@ -190,7 +196,7 @@ class InMemoryJob:
     if not self.network.run_until(stop, limit_s):
       raise TimeoutError(f"not reached by {limit_s} s of simulated time")
 
-  # --- pieces ------------------------------------------------------------------
+  # --- pieces ---------------------------------------------------------------
 
   def _over(self) -> bool:
     alive = [x for x in self.learners.values() if x.link is not None]
@@ -198,14 +204,16 @@ class InMemoryJob:
       x.link is not None and x.link.done for x in alive
     )
 
-  def _join(self, learner: SimulatedLearner, roles: tree.Roles) -> None:
+  def _join(
+    self, learner: SimulatedLearner, tensors: tuple[TensorSpec, ...]
+  ) -> None:
     learner.wire = self.network.wire()
     wire: LearnerWire = learner.wire
     hello = Hello(
       learner_id=learner.learner_id,
       holder=f"memory:{learner.learner_id}.{learner.life}",
       run_id="",
-      tensors=tree.tensor_specs(learner.trainer.params, roles),
+      tensors=tensors,
     )
 
     def inline(
@@ -229,7 +237,7 @@ class InMemoryJob:
       frozen = learner.wire is not None and learner.wire.frozen
       if learner.link is None or frozen:
         continue
-      while any([work.run() for work in learner.work]):
+      while sum(work.run() for work in learner.work):
         if learner.wire is not None and learner.wire.cut:
           break  # the rejoiner tries for ever
       if not learner.stepping and not learner.link.done:
@@ -268,8 +276,8 @@ class InMemoryJob:
       self.network.after(0.01, lambda: self._step(learner, life))
       return
     learner.step += 1
-    learner.schedule_step += 1
     tokens, loss = learner.trainer.step(learner.step, learner.schedule_step)
+    learner.schedule_step += 1
     learner.tokens += tokens
     learner.losses.append(loss)
     leaves = jax.tree.leaves(learner.trainer.params)

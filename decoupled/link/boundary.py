@@ -210,6 +210,14 @@ class Boundary:
     a = self.announcement
     return a is not None and a.versions == tuple(self.held)
 
+  @property
+  def pending(self) -> bool:
+    """Whether some extraction's round has not come back yet."""
+    return any(
+      version > self.held[copy.fragment]
+      for version, copy in self._extracted.items()
+    )
+
   # --- pieces, in the order of `visit` ------------------------------------
 
   def _rejoin(self, step: int, tokens: int) -> None:

@@ -145,6 +145,7 @@ class Link:
     self._lost_at: float | None = None
     self._said_at = 0.0
     self.done = False
+    self._joined = False
     self.welcome: Welcome
     self.policy: Exchange
     self._ops: FragmentOps
@@ -173,11 +174,12 @@ class Link:
       self._extracted,
     )
     self._boundary.session = Session(welcome.incarnation, welcome.term)
+    self._joined = True
     self._listen()
     return welcome
 
   def begin(self, params: Tree) -> Tree:
-    """Joins and waits until every fragment is adopted.
+    """Joins, unless it has, and waits until every fragment is adopted.
 
     Args:
       params: the initial parameters; they become version 0 only if the run
@@ -186,7 +188,8 @@ class Link:
     Returns:
       The run's parameters; `params` is consumed.
     """
-    self.join(params)
+    if not self._joined:
+      self.join(params)
     leaves = self._flatten(params)
     self._wait_for(
       lambda: self.visit_start(leaves),
@@ -356,13 +359,11 @@ class Link:
     return limit > 0 and step - self._boundary.unsynced_since >= limit
 
   def _pending(self) -> bool:
-    """Lock-step mode: an open round still wants or holds our copy."""
+    """Lock-step mode: something extracted or merged is not adopted yet."""
     a = self._boundary.announcement
     if a is None or self._lost_at is not None:
       return False
-    return any(r.version > self._boundary.held[r.fragment] for r in a.open) or (
-      a.versions != tuple(self._boundary.held)
-    )
+    return self._boundary.pending or a.versions != self.versions
 
   def _flatten(self, params: Tree) -> list[jax.Array]:
     leaves, treedef = jax.tree.flatten(params)
@@ -644,6 +645,7 @@ def connect(
   *,
   learner_id: int = -1,
   roles: Any = None,
+  stacked: tuple[str, ...] = (),
   token_file: str = "",
   contract: tuple[tuple[str, str], ...] = (),
 ) -> Link:
@@ -655,6 +657,7 @@ def connect(
     learner_id: the id to claim, -1 for any free one.
     roles: a tree of roles like `params`, or a function from a leaf's name to
       its role; None makes every float a weight and leaves the rest alone.
+    stacked: names of leaves whose axis 0 enumerates layers.
     token_file: file with the run token.
     contract: further `key, value` lines that all learners must agree on.
   """
@@ -668,7 +671,7 @@ def connect(
     learner_id=learner_id,
     holder=f"{socket.gethostname()}:{os.getpid()}",
     run_id="",
-    tensors=tree.tensor_specs(params, roles),
+    tensors=tree.tensor_specs(params, roles, stacked),
     contract=contract,
   )
   return Link(client.GrpcLearnerWire(address, token), params, hello)

@@ -28,7 +28,7 @@ from decoupled.algorithm import (
   weights,
 )
 from decoupled.algorithm.policy import Exchange, Outer
-from decoupled.errors import Refused
+from decoupled.errors import ConfigError, Refused
 from decoupled.syncer import checks
 from decoupled.syncer.accounts import Accounts
 from decoupled.syncer.membership import Member, Membership
@@ -68,7 +68,7 @@ class Plan:
     run_id: of the run.
     learners: how many an empty syncer waits for before it starts.
     rounds: rounds after which the run drains, 0 = no such end.
-    tokens: merged learner tokens after which it drains, 0 = no such end.
+    tokens: tokens of all learners after which it drains, 0 = no such end.
     contract: `key -> value` lines of the run.
   """
 
@@ -158,6 +158,7 @@ class Rounds:
     self._tape = tape
     self.phase = Phase.WAITING
     self.generation = 0
+    self._common_changes = 0
     self.membership = Membership(limits.lease_s, {})
     self.contract = dict(plan.contract)
     self.model: GlobalModel | None = None
@@ -165,7 +166,7 @@ class Rounds:
     self.rounds_closed = 0
     self.fullest = 0
     self.positions: dict[int, tuple[int, int]] = {}
-    self.tokens_total = 0
+    self.tokens: dict[int, int] = {}
     self.refused: dict[str, int] = {}
     self.sync_s = math.nan
     self.has_history = False
@@ -197,7 +198,7 @@ class Rounds:
     incarnations: dict[int, int],
     positions: dict[int, tuple[int, int]],
     fullest: int,
-    tokens_total: int,
+    tokens: dict[int, int],
   ) -> None:
     """Continues a snapshot: every fragment is stamped (this term, rounds).
 
@@ -229,7 +230,7 @@ class Rounds:
     self.membership.incarnations = dict(incarnations)
     self.positions = dict(positions)
     self.fullest = fullest
-    self.tokens_total = tokens_total
+    self.tokens = dict(tokens)
     self.has_history = True
 
   def _use(self, manifest: Manifest) -> None:
@@ -237,6 +238,10 @@ class Rounds:
     self.accounts = Accounts(
       manifest.shares(), self._exchange.adoption, self._events
     )
+
+  @property
+  def run_id(self) -> str:
+    return self._plan.run_id
 
   @property
   def manifest(self) -> Manifest:
@@ -323,9 +328,12 @@ class Rounds:
 
   def _first_manifest(self, tensors: tuple[TensorSpec, ...]) -> Manifest:
     """Cuts the first learner's tensors; later learners must match them."""
-    cut = fragments.fragment(
-      tensors, self._exchange.P, self._exchange.fragmentation
-    )
+    try:
+      cut = fragments.fragment(
+        tensors, self._exchange.P, self._exchange.fragmentation
+      )
+    except ConfigError as error:
+      raise Refused("contract", str(error)) from None
     return Manifest(tensors=tensors, fragments=cut, owners=("",) * len(cut))
 
   def disconnected(
@@ -409,9 +417,10 @@ class Rounds:
       )
     if before is not None and self.accounts is not None:
       self.accounts.adopted(member, before, report)
-      self.tokens_total += report.tokens - before.tokens
-    else:
-      self.tokens_total += report.tokens
+    new_tokens = report.tokens - (0 if before is None else before.tokens)
+    self.tokens[member.learner_id] = (
+      self.tokens.get(member.learner_id, 0) + new_tokens
+    )
     if report.step > 0:
       self.positions[member.learner_id] = report.position
     self._note_copies(now, member, report)
@@ -435,7 +444,7 @@ class Rounds:
     wanted = self._wanted(member)
     if wanted != member.wanted:
       member.wanted = wanted
-      member.changes += 1
+      self._changed(member)
 
   def _usable(self, r: Round, header: CopyHeader) -> bool:
     """Whether a copy may enter a round: right base, at least one step."""
@@ -462,14 +471,14 @@ class Rounds:
       member = self.membership.live.get(contribution.learner_id)
       if member is not None and reason != "fenced":
         member.refused[header.copy] = reason
-        member.changes += 1
+        self._changed(member)
       return reason
     if header.copy.round == 0:
       self._seeds[header.copy.fragment] = contribution
     else:
       key = (header.copy.round, contribution.learner_id)
       self._received.setdefault(key, contribution)
-    self.membership.live[contribution.learner_id].changes += 1
+    self._changed(self.membership.live[contribution.learner_id])
     self._advance(now)
     return ""
 
@@ -561,7 +570,7 @@ class Rounds:
   def stamp(self, learner_id: int) -> tuple[int, int]:
     """Changes whenever the announcement to that learner may have."""
     member = self.membership.live.get(learner_id)
-    return self.generation, -1 if member is None else member.changes
+    return self._common_changes, -1 if member is None else member.changes
 
   def announcement(self, now: float, learner_id: int) -> Announcement:
     """Everything wanted of one learner, as of now."""
@@ -650,8 +659,13 @@ class Rounds:
     self._open_rounds(now)
     self._end(now)
 
-  def _changed(self) -> None:
+  def _changed(self, member: Member | None = None) -> None:
+    """Announcements may have changed: one learner's, or everybody's."""
     self.generation += 1
+    if member is None:
+      self._common_changes += 1
+    else:
+      member.changes += 1
 
   # --- start -------------------------------------------------------------
 
@@ -749,7 +763,7 @@ class Rounds:
     plan = self._plan
     if plan.rounds and self._next_round > plan.rounds:
       return True
-    return bool(plan.tokens) and self.tokens_total >= plan.tokens
+    return bool(plan.tokens) and sum(self.tokens.values()) >= plan.tokens
 
   def _estimates(self) -> grace.Estimates:
     floor = self._floor()

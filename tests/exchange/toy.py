@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 
 WIDTH = 6
-TARGET = np.linspace(-1.0, 1.0, WIDTH * 4, dtype=np.float32).reshape(4, WIDTH)
+LAYERS = 22  # with `embed` and `out` 24 units: up to 24 fragments
+ROWS = LAYERS + 2
+TARGET = np.linspace(-1, 1, WIDTH * ROWS, dtype=np.float32).reshape(ROWS, WIDTH)
+STACKED = ("layers",)
 
 
 def init(seed: int = 0) -> dict[str, Any]:
   rng = np.random.default_rng(seed)
   return {
     "embed": jnp.asarray(rng.normal(size=WIDTH), jnp.float32),
-    "layers": jnp.asarray(rng.normal(size=(2, WIDTH)), jnp.float32),
+    "layers": jnp.asarray(rng.normal(size=(LAYERS, WIDTH)), jnp.float32),
     "out": jnp.asarray(rng.normal(size=WIDTH), jnp.float32),
     "steps": jnp.zeros((), jnp.int32),
   }
@@ -94,13 +97,7 @@ def learner_params(params: dict[str, Any], job: Any) -> dict[str, np.ndarray]:
 
 def global_loss(job: Any) -> float:
   units = global_params(job)
-  total = 0.0
   rows = [units["embed.None"]]
-  if "layers.None" in units:
-    rows += list(units["layers.None"])
-  else:
-    rows += [units["layers.0"], units["layers.1"]]
+  rows += [units[f"layers.{i}"] for i in range(LAYERS)]
   rows.append(units["out.None"])
-  for row, target in zip(rows, TARGET, strict=True):
-    total += float(((row - target) ** 2).mean())
-  return total / 4
+  return float(np.mean((np.stack(rows) - TARGET) ** 2))

@@ -1,0 +1,139 @@
+"""The learner's loop: read this file first.
+
+One inner step at a time, and between two of them a boundary. Nothing in here
+waits for the network, a disk, a lock or a metric:
+
+  1. dispatch the step on the batch at hand (its inputs are donated);
+  2. fetch and place the next batch while the device works;
+  3. sleep until the step is about to finish (`pace`);
+  4. boundary: adopt merged fragments, extract wanted ones (`link`).
+
+Losses are read one step late, by another thread.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from decoupled.data.pipeline import Item
+from decoupled.learner.pace import Pace
+from decoupled.learner.step import TrainState, TrainStep, put_batch
+from decoupled.link.link import Link
+
+_RECENT_STEPS = 1 << 16  # step times kept for the median and the 99th
+
+
+class Slow(NamedTuple):
+  """Stretches inner steps: a fault to be injected, 1.0 for none."""
+
+  factor: float = 1.0
+
+
+@dataclasses.dataclass
+class Trained:
+  """What a loop has done; also its state while it runs.
+
+  Attributes:
+    state: parameters and inner optimizer state.
+    step: inner steps.
+    tokens: tokens trained on.
+    schedule_step: step of the learning-rate schedule.
+    position: data position after the last step.
+    loss: last training loss read.
+    step_s: durations of the newest steps.
+  """
+
+  state: TrainState
+  schedule_step: int
+  position: tuple[int, int]
+  step: int = 0
+  tokens: int = 0
+  loss: float = math.nan
+  step_s: list[float] = dataclasses.field(default_factory=list)
+
+
+def train(
+  link: Link,
+  done: Trained,
+  train_step: TrainStep,
+  batches: Iterator[Item],
+  mesh: jax.sharding.Mesh,
+  pace: Pace,
+  *,
+  tokens_per_step: int,
+  learner_id: int,
+  pad_s: float = 0.0,
+  slow: Any = Slow(),
+  stopping: Callable[[], bool] = lambda: False,
+  after_step: Callable[[Trained], None] = lambda _: None,
+) -> None:
+  """Trains until the run ends or `stopping()`; `done` is kept up to date.
+
+  Args:
+    link: has begun; says when the run is over.
+    done: where to start from.
+    train_step: the compiled inner step.
+    batches: yields (rows, position after them).
+    mesh: where batches live.
+    pace: watches steps finish.
+    tokens_per_step: of this learner.
+    learner_id: goes into the dropout key.
+    pad_s: fixed sleep per inner step that stands for accelerator time.
+    slow: its `factor` stretches steps.
+    stopping: whether to leave at the next boundary.
+    after_step: told after every boundary; must not block.
+  """
+  learner = _scalar(learner_id)
+  rows, position = next(batches)
+  batch = put_batch(rows, mesh)
+  began = time.monotonic()
+  with jax.transfer_guard("disallow"):
+    while not (link.done or stopping()):
+      done.state, metrics = train_step(
+        done.state,
+        batch,
+        _scalar(done.schedule_step),
+        _scalar(done.step),
+        learner,
+      )
+      done.step += 1
+      done.tokens += tokens_per_step
+      done.position = position
+      pace.dispatched(done.step, metrics["loss"])
+      rows, position = next(batches)
+      batch = put_batch(rows, mesh)
+      if pad_s:
+        time.sleep(pad_s)
+      pace.wait(done.step)
+      if slow.factor > 1.0:
+        time.sleep((slow.factor - 1.0) * (time.monotonic() - began))
+      done.loss = pace.last.loss
+      params = link.boundary(
+        done.state.params,
+        step=done.step,
+        tokens=done.tokens,
+        schedule_step=done.schedule_step + 1,
+        position=done.position,
+        loss=done.loss,
+      )
+      done.state = done.state._replace(params=params)
+      done.schedule_step += 1
+      if link.policy.adopt_step:
+        done.schedule_step = max(done.schedule_step, link.common_step)
+      now = time.monotonic()
+      done.step_s.append(now - began)
+      del done.step_s[:-_RECENT_STEPS]
+      began = now
+      after_step(done)
+  if done.step:
+    done.loss = pace.finish(done.step).loss
+
+
+def _scalar(value: int) -> jax.Array:
+  """An int32 on the device, moved there explicitly."""
+  return jax.device_put(np.int32(value))
