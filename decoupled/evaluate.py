@@ -45,9 +45,7 @@ def main(config: Config, options: EvaluateOptions) -> int:
     DecoupledError: nothing was saved, or it does not fit the configuration.
   """
   if options.devices_per_host:
-    jax.config.update(  # type: ignore[no-untyped-call]
-      "jax_num_cpu_devices", options.devices_per_host
-    )
+    jax.config.update("jax_num_cpu_devices", options.devices_per_host)
   store = options.store or str(options.workdir / "checkpoints")
   first = syncer_store.restore_version0(store)
   newest = syncer_store.restore_newest(store)

@@ -1,17 +1,20 @@
 """The log survives torn lines, bad disks and several writers."""
 
+import ast
 import enum
 import json
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import decoupled
 from decoupled.clock import ManualClock
 from decoupled.observe import events
 from decoupled.observe.events import EventLog, EventReader
@@ -205,3 +208,36 @@ def test_tee_hands_events_to_each(tmp_path):
   two, _ = _log(tmp_path / "two")
   events.Tee(one, two).emit("end", status="completed", reason="")
   assert list(events.read(one.path)) == list(events.read(two.path))
+
+
+def _emitted():
+  """(file, line, kind, fields, whether fields are spread) of each call."""
+  root = Path(decoupled.__file__).parent
+  for path in sorted(root.rglob("*.py")):
+    for node in ast.walk(ast.parse(path.read_text())):
+      if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "emit"
+        and node.args
+        and isinstance(node.args[0], ast.Constant)
+      ):
+        fields = {keyword.arg for keyword in node.keywords}
+        where = f"{path.relative_to(root)}:{node.lineno}"
+        yield where, node.args[0].value, fields - {None}, None in fields
+
+
+def test_what_the_program_emits_is_what_the_schema_says():
+  calls = list(_emitted())
+  assert calls
+  wrong = []
+  for where, name, fields, spread in calls:
+    kind = events.KINDS.get(name)
+    if kind is None:
+      wrong.append(f"{where}: unknown kind {name}")
+      continue
+    unknown = fields - {*kind.required, *kind.optional}
+    missing = set() if spread else set(kind.required) - fields
+    if unknown or missing:
+      wrong.append(f"{where}: {name} unknown {unknown}, missing {missing}")
+  assert wrong == []
