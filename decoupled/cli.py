@@ -236,9 +236,10 @@ def help_for(name: str) -> str:
   lines = [
     f"usage: decoupled {name} {takes if command.configured else ''}[flags]",
     "",
-    f"{name}: {command.does}"
-    + ("" if command.options else " (not in this version yet)"),
+    f"{name}: {command.does}",
   ]
+  if command.options is None:
+    lines.append("(not in this version yet)")
   values = flag_values(name)
   for flag in sorted(values):
     default = values[flag].default

@@ -7,7 +7,7 @@ import time
 from decoupled.errors import DecoupledError
 from decoupled.launch.options import JobOptions
 from decoupled.launch.workdir import Workdir
-from decoupled.observe import report, status, summary
+from decoupled.observe import page, report, status, summary
 
 _POLL_S = 0.1
 
@@ -48,5 +48,6 @@ def show_status(options: JobOptions) -> int:
 def write_report(options: JobOptions) -> int:
   """Derives report.json and report.html anew and prints the summary."""
   written = report.write(options.workdir)
-  print("\n".join(summary.summary_lines(written, str(options.workdir))))
+  page.write(options.workdir)
+  print("\n".join(summary.summary_lines(written)))
   return 0

@@ -247,8 +247,16 @@ class _Job:
     now_s = time.monotonic() - self._started_at
     due_s = min(self._schedule.next_at_s, self._injectors.next_at_s) - now_s
     tick_s = _CHAOS_TICK_S if self._schedule.waits_for_round else _TICK_S
-    self._supervisor.step(max(0.0, min(tick_s, due_s)))
+    try:
+      self._supervisor.step(max(0.0, min(tick_s, due_s)))
+    except RoleFailed:
+      # A process that was late for the end was turned away: no failure.
+      self._read_events()
+      if not self._draining or self._supervisor.finished("syncer"):
+        raise
     self._read_events()
+    if self._draining:
+      self._supervisor.no_more_restarts()
     now_s = time.monotonic() - self._started_at
     for fault in self._schedule.due(now_s, self._rounds_closed):
       self._injectors.inject(fault, now_s)
@@ -290,9 +298,15 @@ class _Job:
     """Ends early: the syncer drains and saves, then everybody leaves."""
     self._injectors.heal_all()
     self._supervisor.no_more_restarts()
-    self._supervisor.send("syncer", signal.SIGTERM)
-    limit_s = self._config.limits.drain_s + _SAVE_S
-    self._await(lambda: self._supervisor.pid("syncer") is None, limit_s)
+    limits = self._config.limits
+    if not self._supervisor.send("syncer", signal.SIGTERM):
+      # Nobody would ever tell the learners to leave.
+      self._supervisor.stop(limits.drain_s, signal.SIGTERM)
+      return ""
+    self._await(
+      lambda: self._supervisor.pid("syncer") is None,
+      limits.drain_s + _SAVE_S,
+    )
     return self._see_off()
 
   def _see_off(self) -> str:

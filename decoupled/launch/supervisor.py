@@ -201,6 +201,7 @@ class Supervisor:
       role=role.name,
       code=status if status >= 0 else None,
       signal=signal.Signals(-status).name if status < 0 else None,
+      planned=self._stopping,
     )
     process.owed_since_s = None
     again = self._wants_restart(process, status)
