@@ -15,12 +15,13 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from decoupled.data.pipeline import Item
+from decoupled.learner.mesh import replicated
 from decoupled.learner.pace import Pace
 from decoupled.learner.step import TrainState, TrainStep, put_batch
 from decoupled.link.link import Link
@@ -28,10 +29,19 @@ from decoupled.link.link import Link
 _RECENT_STEPS = 1 << 16  # step times kept for the median and the 99th
 
 
-class Slow(NamedTuple):
-  """Stretches inner steps: a fault to be injected, 1.0 for none."""
+class Stretch(Protocol):
+  """Stretches inner steps: a fault that is injected, 1.0 for none."""
 
-  factor: float = 1.0
+  factor: float
+
+
+class FullSpeed:
+  """No stretch."""
+
+  factor = 1.0
+
+
+_FULL_SPEED = FullSpeed()
 
 
 @dataclasses.dataclass
@@ -68,7 +78,7 @@ def train(
   tokens_per_step: int,
   learner_id: int,
   pad_s: float = 0.0,
-  slow: Any = Slow(),
+  slow: Stretch = _FULL_SPEED,
   stopping: Callable[[], bool] = lambda: False,
   after_step: Callable[[Trained], None] = lambda _: None,
 ) -> None:
@@ -88,7 +98,14 @@ def train(
     stopping: whether to leave at the next boundary.
     after_step: told after every boundary; must not block.
   """
-  learner = _scalar(learner_id)
+  everywhere = replicated(mesh)
+
+  def scalar(value: int) -> jax.Array:
+    """An int32 on every device, moved there explicitly."""
+    placed: jax.Array = jax.device_put(np.int32(value), everywhere)
+    return placed
+
+  learner = scalar(learner_id)
   rows, position = next(batches)
   batch = put_batch(rows, mesh)
   began = time.monotonic()
@@ -97,8 +114,8 @@ def train(
       done.state, metrics = train_step(
         done.state,
         batch,
-        _scalar(done.schedule_step),
-        _scalar(done.step),
+        scalar(done.schedule_step),
+        scalar(done.step),
         learner,
       )
       done.step += 1
@@ -132,8 +149,3 @@ def train(
       after_step(done)
   if done.step:
     done.loss = pace.finish(done.step).loss
-
-
-def _scalar(value: int) -> jax.Array:
-  """An int32 on the device, moved there explicitly."""
-  return jax.device_put(np.int32(value))

@@ -57,7 +57,7 @@ def run(config: Config, options: LearnerOptions) -> int:
   meshes.check_batch(config.batch.sequences, config.local.microbatches, mesh)
   text = corpus_lib.load(config.corpus)
   rows = meshes.batch_sharding(mesh) if mesh.size > 1 else None
-  task = LanguageModel(config.model, config.local.remat, rows)
+  task = LanguageModel(config.transformer, config.local.remat, rows)
   optimizer = make_optimizer(config.optimizer, task.tensor_specs())
   specs = steps.state_specs(task, optimizer, mesh)
   train_step = steps.compile_train_step(

@@ -116,7 +116,8 @@ class Link:
     self._patience = patience or Patience()
     self._clock = clock or MonotonicClock()
     self._agreement = agreement or (lambda fragments: OneHost())
-    leaves, self._treedef = jax.tree.flatten(params)
+    leaves = jax.tree.leaves(params)
+    self._treedef: Any = jax.tree.structure(params)
     self._leaf_index = _leaf_index(params, hello.tensors)
     self._shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
     make = worker or workers.Threaded

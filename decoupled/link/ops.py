@@ -21,12 +21,16 @@ Tree: TypeAlias = Any
 
 @jax.jit
 def _copy(leaf: jax.Array) -> jax.Array:
-  return jnp.copy(leaf)
+  copy: jax.Array = jnp.copy(leaf)
+  return copy
 
 
 @jax.jit
 def _layer(leaf_LxS: jax.Array, layer: jax.Array) -> jax.Array:
-  return jax.lax.dynamic_index_in_dim(leaf_LxS, layer, keepdims=False)
+  taken: jax.Array = jax.lax.dynamic_index_in_dim(
+    leaf_LxS, layer, keepdims=False
+  )
+  return taken
 
 
 def _mix(
@@ -38,10 +42,11 @@ def _mix(
 ) -> jax.Array:
   """One unit after adoption, in float32, then in the leaf's own dtype."""
   wide = local.astype(jnp.float32)
+  mixed: jax.Array
   if rule == "carry":
     mixed = adoption.carry(wide, merged, reference.astype(jnp.float32))
   elif rule == "blend":
-    mixed = adoption.blend(wide, merged, blend)
+    mixed = adoption.blend(wide, merged, reference, blend)
   else:
     mixed = merged
   return mixed.astype(local.dtype)
@@ -60,7 +65,10 @@ def _mix_layer(
 ) -> jax.Array:
   local = jax.lax.dynamic_index_in_dim(leaf_LxS, layer, keepdims=False)
   mixed = _mix(rule, blend, local, merged, reference)
-  return jax.lax.dynamic_update_index_in_dim(leaf_LxS, mixed, layer, 0)
+  updated: jax.Array = jax.lax.dynamic_update_index_in_dim(
+    leaf_LxS, mixed, layer, 0
+  )
+  return updated
 
 
 # The stacked leaf is donated: one layer changes, the others stay in place.

@@ -649,7 +649,7 @@ class Rounds:
       if r.merging:
         continue
       decision = self._decide(r)
-      times += [decision.close_at, r.opened + self._budget_s()]
+      times += [float(decision.close_at), r.opened + self._budget_s()]
     later = [t for t in times if t > now]
     return min(later, default=math.inf)
 
@@ -774,10 +774,10 @@ class Rounds:
 
   def _budget_s(self) -> float:
     """Length of the overlap budget; the transfer limit while unknown."""
-    step_s = self._estimates().step_s
-    if math.isnan(step_s) or self._exchange.tau == 0:
+    policy, floor = self._exchange, self._floor()
+    if floor is None or policy.tau == 0:
       return self._limits.transfer_s
-    return self._exchange.tau * step_s
+    return policy.tau * floor * policy.P / policy.H
 
   def _decide(self, r: Round) -> quorum.Decision:
     members = self._training()
@@ -948,7 +948,10 @@ class Rounds:
     if self.phase is Phase.TRAINING:
       if self._target_reached() and not self._open and not self._owes(now):
         self.drain(now, "the rounds or tokens asked for are done")
-      if self._drain_why and (not self._open or now >= self._drain_by):
+      nobody = not self.membership.live
+      if self._drain_why and (
+        not self._open or nobody or now >= self._drain_by
+      ):
         self._begin_drain(now)
     elif self.phase is Phase.WAITING and self._drain_why:
       self._enter(Phase.ENDED, self._drain_why)

@@ -6,6 +6,7 @@ and the learners' links are the very classes that run over gRPC.
 """
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -14,7 +15,7 @@ from typing import Protocol
 
 from decoupled.clock import ManualClock
 from decoupled.errors import Refused, Unreachable
-from decoupled.syncer.rounds import Rounds
+from decoupled.syncer.rounds import MergeJob, Rounds
 from decoupled.types import (
   Announcement,
   Arrays,
@@ -112,15 +113,16 @@ class MemoryNetwork:
     self.settled()
     while (job := self.rounds.next_merge()) is not None:
       job.run()
-      self.after(
-        self.merge_s, lambda j=job: self.rounds.merged(self.clock.now(), j)
-      )
+      self.after(self.merge_s, functools.partial(self._merged, job))
     for wire in self._wires:
       wire.announce()
     at = self.rounds.wake_at(self.clock.now())
     if at < math.inf and not (self.clock.now() < self._tick_at <= at):
       self._tick_at = at
       self.after(max(0.0, at - self.clock.now()), self._tick)
+
+  def _merged(self, job: MergeJob) -> None:
+    self.rounds.merged(self.clock.now(), job)
 
   def _tick(self) -> None:
     self.rounds.tick(self.clock.now())
