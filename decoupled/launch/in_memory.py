@@ -158,12 +158,14 @@ class InMemoryJob:
     *,
     roles: tree.Roles = None,
     stacked: tuple[str, ...] = (),
+    tensors: tuple[TensorSpec, ...] = (),
     delay_s: float = 0.0,
   ) -> SimulatedLearner:
     """A learner that joins `delay_s` from now and trains until the end."""
     pace = step_s if callable(step_s) else (lambda _step: float(step_s))
     learner = SimulatedLearner(learner_id, trainer, pace)
-    tensors = tree.tensor_specs(trainer.params, roles, stacked)
+    if not tensors:
+      tensors = tree.tensor_specs(trainer.params, roles, stacked)
     before = self.learners.get(learner_id)
     learner.life = 0 if before is None else before.life + 1
     self.learners[learner_id] = learner
