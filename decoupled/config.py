@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gin  # type: ignore[import-untyped]
+import gin
 from gin import config_parser
 
 from decoupled.algorithm.policy import Exchange, Outer

@@ -227,15 +227,23 @@ def test_stop_escalates_and_reaches_a_stopped_process(supervisor, role):
     time.sleep(600)
     """,
   )
-  frozen = role("learner/1", FOREVER)
+  frozen = role(
+    "learner/1",
+    """
+    import signal, sys, time
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    print("up", flush=True)
+    time.sleep(600)
+    """,
+  )
   supervisor.start(stubborn)
   supervisor.start(frozen)
   until(supervisor, lambda: up(stubborn) and up(frozen), "up")
   supervisor.send("learner/1", signal.SIGSTOP)
-  supervisor.stop(0.2, signal.SIGTERM)
+  supervisor.stop(1.0, signal.SIGTERM)
   assert not supervisor.running()
   assert supervisor.finished("learner/0") == -signal.SIGKILL
-  assert supervisor.finished("learner/1") == -signal.SIGTERM
+  assert supervisor.finished("learner/1") == 7
 
 
 def test_children_of_a_dead_process_go_with_it(supervisor, role, tmp_path):
@@ -298,10 +306,8 @@ def test_only_a_restarted_process_boots_on_one_core(supervisor, role):
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_no_process_outlives_a_killed_runner(tmp_path, stopped):
-  runner = tmp_path / "runner.py"
-  runner.write_text(
-    textwrap.dedent(
-      f"""
+  runner = textwrap.dedent(
+    f"""
       import os, pathlib, sys, time
       from decoupled.launch.supervisor import Role, Supervisor
       from decoupled.observe.events import EventLog
@@ -318,10 +324,9 @@ def test_no_process_outlives_a_killed_runner(tmp_path, stopped):
       while True:
         supervisor.step(1.0)
       """
-    )
   )
   logs = [tmp_path / f"{number}.log" for number in range(2)]
-  popen = subprocess.Popen([sys.executable, str(runner)])
+  popen = subprocess.Popen([sys.executable, "-c", runner])
   try:
     wait_for(lambda: all(log.exists() and log.read_text() for log in logs))
     pids = [int(log.read_text().split()[1]) for log in logs]

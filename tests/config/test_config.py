@@ -2,14 +2,18 @@
 
 import dataclasses
 import pathlib
+import shlex
 import string
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from decoupled import cli
 from decoupled import config as config_lib
 from decoupled.algorithm.policy import Exchange
+from decoupled.chaos import injectors
+from decoupled.chaos.plan import parse
 from decoupled.errors import ConfigError
 
 CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.gin"))
@@ -279,8 +283,24 @@ def test_every_shipped_config_resolves_and_is_a_recipe(file):
   resolved = config_lib.resolve([file])
   config_lib.validate(resolved, learners=3, devices=2)
   text = file.read_text()
-  for word in ("decoupled run", "Hardware", "Time", "Loss", "overridden"):
+  for word in ("Hardware: ", "Time: "):
     assert word in text, f"{file.name} does not say: {word}"
+
+
+def test_the_command_in_the_recipe_can_be_typed(tmp_path, monkeypatch):
+  monkeypatch.chdir(CONFIGS[0].parents[1])
+  text = (CONFIGS[0].parent / "stdlib_tiny.gin").read_text()
+  commented = text.replace("\n#", "\n").replace("\\\n", " ")
+  commands = [
+    shlex.split(line)[1:]
+    for line in commented.splitlines()
+    if line.strip().startswith("decoupled run")
+  ]
+  assert len(commands) == 2
+  for name, *arguments in commands:
+    values, files, bindings = cli.parse(name, arguments)
+    config_lib.resolve(files, bindings)
+    injectors.check(parse(values["chaos"].value), values["learners"].value)
 
 
 def test_the_defaults_are_the_shipped_tiny_config():
