@@ -137,7 +137,7 @@ def make_train_step(
     )
     metrics = {
       "loss": loss,
-      "grad_norm": optax.global_norm(grads),
+      "grad_norm": optax.tree.norm(grads),
       "learning_rate": rate,
       "tokens": tokens,
     }
