@@ -1,4 +1,4 @@
-"""A language model's learner for in-memory jobs: the real step, no processes."""
+"""A language model's learner for in-memory jobs: the real inner step."""
 
 from typing import Any
 
@@ -27,9 +27,7 @@ class Program:
     self.sequences = sequences or config.batch.sequences
     self.mesh = meshes.make_mesh(config.mesh, jax.devices()[:1])
     self.task = LanguageModel(config.transformer)
-    self.optimizer = make_optimizer(
-      config.optimizer, self.task.tensor_specs()
-    )
+    self.optimizer = make_optimizer(config.optimizer, self.task.tensor_specs())
     self.step: Any = steps.make_train_step(
       self.task, self.optimizer, config.optimizer, config.schedule, self.mesh
     )
@@ -66,9 +64,7 @@ class LanguageTrainer:
     self._steps = [
       Steps(
         text,
-        Order(
-          len(text), context, seed=seed, learner=shard, learners=learners
-        ),
+        Order(len(text), context, seed=seed, learner=shard, learners=learners),
         0,
         each,
       )

@@ -7,8 +7,10 @@ and, once everybody has gone, has the result evaluated and reported.
 
 import contextlib
 import datetime
+import logging
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,7 +24,7 @@ from decoupled.chaos.proxy import Proxy
 from decoupled.chaos.schedule import Schedule
 from decoupled.config import Config, contract_lines, gin_text, validate
 from decoupled.errors import ConfigError, DecoupledError
-from decoupled.launch import control, pending
+from decoupled.launch import control
 from decoupled.launch import devices as devices_lib
 from decoupled.launch.devices import Devices
 from decoupled.launch.options import JobOptions, RunOptions
@@ -30,8 +32,11 @@ from decoupled.launch.supervisor import Role, RoleFailed, Supervisor
 from decoupled.launch.workdir import Standing, Workdir
 from decoupled.observe.events import EventLog, EventReader
 from decoupled.observe.progress import Progress
-from decoupled.wire.address import published_address
+from decoupled.wire import credentials
+from decoupled.wire.address import Address, published_address
+from decoupled.wire.client import AdminClient
 
+_LOG = logging.getLogger("decoupled.run")
 _TICK_S = 0.2
 _CHAOS_TICK_S = 0.02
 _EVALUATE_S = 600.0
@@ -274,17 +279,27 @@ class _Job:
         self._draining = event["phase"] in ("draining", "ended")
 
   def _tell_owed(self) -> None:
-    """Keeps the syncer from ending while a restart is owed, for a while."""
-    limit_s = self._config.limits.restart_s
-    now_s = time.monotonic()
-    owed = frozenset(
-      role
-      for role, since_s in self._supervisor.owed().items()
-      if now_s - since_s < limit_s
-    )
-    if owed != self._told_owed:
-      pending.write(self._workdir.path, owed)
-      self._told_owed = owed
+    """Asks the syncer not to end before a learner's restart is back."""
+    owed = frozenset(self._supervisor.owed())
+    for role in owed - self._told_owed:
+      learner = role.removeprefix("learner/")
+      if learner != role:
+        threading.Thread(
+          target=self._expect, args=(int(learner),), daemon=True
+        ).start()
+    self._told_owed = owed
+
+  def _expect(self, learner: int) -> None:
+    """On a thread of its own: a syncer that hangs must not stop the runner."""
+    address = self._syncer()
+    if address is None:
+      return
+    token = credentials.read_token(self._workdir.token)
+    try:
+      with AdminClient(Address(*address), token) as syncer:
+        syncer.expect(learner, self._config.limits.restart_s)
+    except DecoupledError as error:
+      _LOG.warning("the run may end without learner %d: %s", learner, error)
 
   _told_owed: frozenset[str] = frozenset()
 

@@ -170,7 +170,7 @@ class Workdir:
       DecoupledError: the disk does not take it.
     """
     try:
-      for stale in (self.address, self.path / "restarts.json", self.report):
+      for stale in (self.address, self.report):
         stale.unlink(missing_ok=True)
       shutil.rmtree(self.chaos, ignore_errors=True)
       _replace(self.config, config_text, 0o644)

@@ -319,9 +319,14 @@ class Membership(pb_grpc.MembershipServicer):
 
   async def _tell(self, stream: _Stream, context: Context) -> None:
     """Sends the newest announcement whenever there is a newer one."""
+    told: tuple[int, int] | None = None
     while True:
       await stream.news.wait()
       stream.news.clear()
+      stamp = self._rounds.stamp(stream.learner_id)
+      if stamp == told:
+        continue  # the news were another learner's
+      told = stamp
       try:
         said = self._rounds.announcement(self._driver.now(), stream.learner_id)
       except KeyError:

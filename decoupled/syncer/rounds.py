@@ -639,7 +639,12 @@ class Rounds:
   def wake_at(self, now: float) -> float:
     """When `tick` has something to do next, infinity for never."""
     times = [m.lease_until for m in self.membership.members()]
-    times += [limit for limit in self._owed.values() if limit > now]
+    times += [
+      m.joined_at + self._limits.restart_s
+      for m in self.membership.members()
+      if not m.stepped
+    ]
+    times += self._owed.values()
     if self.phase is Phase.WAITING and self._started_at is not None:
       times.append(self._started_at + self._limits.start_s)
     if self.phase is Phase.TRAINING:
@@ -975,7 +980,9 @@ class Rounds:
     joining = [
       m
       for m in self.membership.members()
-      if not m.stepped and m.incarnation > 1
+      if not m.stepped
+      and m.incarnation > 1
+      and now < m.joined_at + self._limits.restart_s
     ]
     return bool(owed or joining)
 

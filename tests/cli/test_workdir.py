@@ -11,7 +11,6 @@ import pytest
 
 from decoupled import config as config_lib
 from decoupled.errors import ConfigError, DecoupledError
-from decoupled.launch import pending
 from decoupled.launch.workdir import Standing, Workdir
 from decoupled.observe.events import EventLog
 
@@ -114,19 +113,9 @@ def test_what_the_last_job_published_is_gone(workdir):
   workdir.address.write_text("127.0.0.1:1\n")
   workdir.chaos.mkdir()
   (workdir.chaos / "learner-0.json").write_text('{"slow": 3}')
-  pending.write(workdir.path, ["learner/1"])
   begin(workdir)
   assert not workdir.address.exists()
   assert not workdir.chaos.exists()
-  assert pending.owed(workdir.path) == ()
-
-
-def test_owed_restarts_are_read_as_written(tmp_path):
-  assert pending.owed(tmp_path) == ()
-  pending.write(tmp_path, {"learner/2", "learner/1"})
-  assert pending.owed(tmp_path) == ("learner/1", "learner/2")
-  pending.write(tmp_path, ())
-  assert pending.owed(tmp_path) == ()
 
 
 def test_a_second_run_in_the_same_workdir_is_refused(workdir):
