@@ -65,6 +65,12 @@ class Program:
     )
     self.init = steps.make_init(self.task, self.optimizer, self.mesh)
 
+  def start(self, seed=0):
+    """The initial state, without compiling `init` on this mesh too."""
+    state = jax.tree.map(np.asarray, program(1, 1).init(np.uint32(seed)))
+    shardings = jax.tree.map(lambda spec: spec.sharding, self.specs)
+    return jax.device_put(state, shardings)
+
   def run(self, state, batch, step=0, learner=0):
     placed = steps.put_batch(batch, self.mesh)
     return self.step(
@@ -157,7 +163,7 @@ def test_accumulated_gradients_equal_one_big_batch():
   pieces = program(2, 1, microbatches=2)
   results = []
   for built in (whole, pieces):
-    state, metrics = built.run(built.init(np.uint32(0)), batch())
+    state, metrics = built.run(built.start(), batch())
     # the first moment is the clipped gradient times 1 - b1
     results.append((metrics, state.opt_state[1].mu))
   assert results[0][0]["tokens"] == SEQUENCES * CONTEXT
@@ -182,7 +188,7 @@ def test_the_schedule_step_sets_the_rate():
 
 def test_metrics_are_the_loss_before_the_update_and_the_unclipped_norm():
   built = program(1, 1)
-  params = built.init(np.uint32(0)).params
+  params = built.start().params
   (loss, _), grads = jax.jit(jax.value_and_grad(built.task.loss, has_aux=True))(
     params, batch(), None
   )
@@ -196,10 +202,9 @@ def test_dropout_depends_on_seed_learner_and_step_and_on_nothing_else():
   built = program(1, 1, dropout=0.5)
 
   def loss(seed=0, step=0, learner=0):
-    state = built.init(np.uint32(0))._replace(seed=jnp.uint32(seed))
-    state = jax.device_put(
-      state, jax.tree.map(lambda spec: spec.sharding, built.specs)
-    )
+    state = built.start()
+    other = jax.device_put(jnp.uint32(seed), state.seed.sharding)
+    state = state._replace(seed=other)
     return float(built.run(state, batch(), step, learner)[1]["loss"])
 
   draws = [loss(), loss(seed=1), loss(step=1), loss(learner=1)]
