@@ -1,6 +1,7 @@
 """The gRPC wire: a learner's connection to its syncer, and the operator's."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ from decoupled.wire.status import JobStatus
 from decoupled.wire.stream import ControlStream, Outbox
 
 _LEAVE_S = 2.0
+_SHORTEST_S = 0.1
 
 
 class GrpcLearnerWire:
@@ -81,10 +83,13 @@ class GrpcLearnerWire:
 
   def hello(self, hello: Hello) -> Welcome:
     """Claims a learner id; see `LearnerWire`."""
+    began = time.monotonic()
+    self._connect_bulk()
+    left_s = self._connect_s - (time.monotonic() - began)
     try:
       reply = self._membership.Hello(
         messages.hello_to(hello),
-        timeout=self._connect_s,
+        timeout=max(_SHORTEST_S, left_s),
         metadata=self._metadata,
         wait_for_ready=True,
       )
@@ -95,6 +100,20 @@ class GrpcLearnerWire:
     codec = dict(welcome.contract).get("Exchange.codec", "float32")
     self._codec = codec.strip("'\"")
     return welcome
+
+  def _connect_bulk(self) -> None:
+    """Waits for the bulk connection, before anything is claimed.
+
+    After a loss it would otherwise still sit out its backoff, and the first
+    transfers of the new incarnation would fail at once.
+    """
+    ready = grpc.channel_ready_future(self._channels[1])
+    try:
+      ready.result(timeout=self._connect_s)
+    except grpc.FutureTimeoutError:
+      raise Unreachable(_no_answer(self._address, self._connect_s)) from None
+    finally:
+      ready.cancel()
 
   def listen(
     self,
@@ -292,12 +311,16 @@ def failure(
       "address, and install the same release on both sides",
     )
   if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-    return Unreachable(
-      f"no syncer answered at {address} within {limit_s:g} s: is it running, "
-      "and is the address right?"
-    )
+    return Unreachable(_no_answer(address, limit_s))
   return Unreachable(
     f"the syncer at {address} cannot be reached ({details or code.name})"
+  )
+
+
+def _no_answer(address: Address, limit_s: float) -> str:
+  return (
+    f"no syncer answered at {address} within {limit_s:g} s: is it running, "
+    "and is the address right?"
   )
 
 

@@ -104,6 +104,8 @@ def read_token(path: str | os.PathLike[str]) -> str:
 
 
 def _checked(token: str, where: str) -> str:
+  if not token:
+    raise ConfigError(f"{where} holds no run token: give one with --token_file")
   usable = token.isascii() and token.isprintable() and " " not in token
   if not (usable and 16 <= len(token) <= MAX_TOKEN_BYTES):
     raise ConfigError(
@@ -181,7 +183,7 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
   """Answers UNAUTHENTICATED to every call without the run's token."""
 
   def __init__(self, token: str):
-    self._expected = (_SCHEME + _checked(token, "the server")).encode()
+    self._expected = (_SCHEME + _checked(token, "this syncer")).encode()
 
   async def intercept_service(
     self,

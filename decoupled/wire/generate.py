@@ -46,18 +46,28 @@ def generate(destination: pathlib.Path) -> list[pathlib.Path]:
         continue  # a file of messages only
       target = destination / PACKAGE / path.name
       target.parent.mkdir(parents=True, exist_ok=True)
-      target.write_text(_IMPORT.sub(_INSTALLED, text), "utf-8")
+      target.write_text(installed(text), "utf-8")
       written.append(target)
   return written
 
 
-def protoc(*options: str | pathlib.Path) -> None:
-  """Runs the compiler on all sources; options come as name, folder pairs."""
+def installed(text: str) -> str:
+  """Generated code with the imports that work where it is installed."""
+  return _IMPORT.sub(_INSTALLED, text)
+
+
+def protoc(*options: str | pathlib.Path, plugins: bool = True) -> None:
+  """Runs the compiler on all sources.
+
+  Args:
+    *options: in pairs, an option and the path it writes to.
+    plugins: whether the options need those of mypy-protobuf.
+  """
   scripts = pathlib.Path(sysconfig.get_path("scripts"))
   pairs = zip(options[::2], options[1::2], strict=True)
   command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO}"]
   command += [f"{option}={folder}" for option, folder in pairs]
-  for plugin in ("mypy", "mypy_grpc"):
+  for plugin in ("mypy", "mypy_grpc") if plugins else ():
     path = scripts / f"protoc-gen-{plugin}"
     command.append(f"--plugin=protoc-gen-{plugin}={path}")
   command += [str(path) for path in sources()]
