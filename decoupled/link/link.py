@@ -461,7 +461,23 @@ class Link:
         )
       )
       self._workers["reporter"].put("report")
-      self._serve()  # a seed is wanted before it has landed
+      self._offer(extraction.header.copy)
+
+  def _offer(self, copy: CopyId) -> None:
+    """Sends what an open round, or the seeding, has asked for beforehand.
+
+    The announcement of the round is the pull: waiting for the copy to be
+    wanted by name would cost a round trip of the overlap budget.
+    """
+    a = self._boundary.announcement
+    if a is None:
+      return
+    asked = any(
+      (r.version.term, r.version.round) == (copy.term, copy.round)
+      for r in a.open
+    )
+    if asked or copy in a.wanted:
+      self._workers["sender"].put(copy)
 
   def _send(self, key: Hashable) -> None:
     """Sends one wanted copy; a repetition sends the same bytes."""
