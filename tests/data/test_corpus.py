@@ -89,12 +89,14 @@ def test_a_recursive_glob_and_the_folder_find_one_file_once(tmp_path):
 
 
 def test_max_bytes_thins_out_whole_files_the_same_way(tmp_path):
-  config = Corpus(str(many(tmp_path)), context=8, max_bytes=40_000)
+  folder = many(tmp_path, 400)
+  config = Corpus(str(folder), context=8, max_bytes=40_000)
   text, again = corpus.load(config), corpus.load(config)
   kept = len(text.train) + len(text.heldout) + len(text.validation)
   assert kept == 40_000
   assert text.digest == again.digest
   assert 64 < text.files < 150
+  assert len(text.heldout) < 0.15 * kept  # thinned out evenly
   folders = {n.split("/")[0] for n in names_in(text.train)}
   # a sample of all, not the first files
   assert folders >= {f"part{i}" for i in range(7)}

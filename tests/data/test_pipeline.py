@@ -206,7 +206,7 @@ def test_a_stalled_loader_is_an_error_that_names_the_data_stage(monkeypatch):
   monkeypatch.setattr(Steps, "__getitem__", stall)
   data = Batches(text(), CONTEXT, 2, learner=1, learners=2, stall_s=0.2)
   try:
-    next(data)
+    assert next(data).position == data.position != (0, 0)
     with pytest.raises(DecoupledError) as error:
       next(data)
     assert str(error.value).startswith("data: no batch for learner 1 within")
