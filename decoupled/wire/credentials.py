@@ -44,9 +44,13 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
   ("grpc.initial_reconnect_backoff_ms", 100),
   ("grpc.min_reconnect_backoff_ms", 1000),
   ("grpc.max_reconnect_backoff_ms", 1000),
-  # A network that swallows packets is noticed without any traffic.
+  # A network that swallows packets, or a syncer that is stopped, is noticed
+  # within the sum of these; the second is a minute unless said otherwise.
   ("grpc.keepalive_time_ms", 5000),
-  ("grpc.keepalive_timeout_ms", 10000),
+  ("grpc.http2.ping_timeout_ms", 5000),
+  ("grpc.keepalive_timeout_ms", 5000),
+  ("grpc.keepalive_permit_without_calls", 1),
+  ("grpc.http2.max_pings_without_data", 0),
 )
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
   *SIZE_OPTIONS,

@@ -28,6 +28,8 @@ class Relay:
     self.address = Address("127.0.0.1", self._listener.getsockname()[1])
     self.pairs: list[Pair] = []
     self._open = True
+    self._flowing = threading.Event()
+    self._flowing.set()
     self._threads = [threading.Thread(target=self._accept)]
     self._threads[0].start()
 
@@ -36,6 +38,7 @@ class Relay:
 
   def __exit__(self, *_: object) -> None:
     self._open = False
+    self._flowing.set()
     with contextlib.suppress(OSError):
       self._listener.shutdown(socket.SHUT_RDWR)
     self._listener.close()
@@ -49,6 +52,10 @@ class Relay:
       for end in (pair.client, pair.server):
         with contextlib.suppress(OSError):
           end.shutdown(socket.SHUT_RDWR)
+
+  def freeze(self) -> None:
+    """Swallows everything from now on, without closing anything."""
+    self._flowing.clear()
 
   def _accept(self) -> None:
     while self._open:
@@ -68,6 +75,7 @@ class Relay:
     with pair.client, pair.server, contextlib.suppress(OSError):
       while True:
         ready, _, _ = select.select([pair.client, pair.server], [], [], 10)
+        self._flowing.wait(60)
         for end in ready:
           data = end.recv(1 << 16)
           if not data:

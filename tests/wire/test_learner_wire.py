@@ -12,7 +12,7 @@ import pytest
 from decoupled.errors import Refused, Unreachable
 from decoupled.link.wire import LearnerWire
 from decoupled.types import NO_VERSION, Contribution, Phase, Version
-from decoupled.wire import codecs, messages
+from decoupled.wire import codecs, credentials, messages
 from decoupled.wire.address import Address
 from decoupled.wire.client import GrpcLearnerWire
 from decoupled.wire.stream import Outbox
@@ -352,6 +352,25 @@ def test_a_cut_connection_is_noticed_on_both_sides(server, connect):
     assert wire.fetch(0, NO_VERSION, None).version == Version(1, 0)
     assert len(listener.losses) == 1
     assert not again.losses
+
+
+def test_a_network_that_swallows_everything_is_noticed(monkeypatch, connect):
+  quick = {
+    "grpc.keepalive_time_ms": 200,
+    "grpc.http2.ping_timeout_ms": 500,
+    "grpc.http2.min_recv_ping_interval_without_data_ms": 10,
+  }
+  for name in ("CLIENT_OPTIONS", "SERVER_OPTIONS"):
+    options = getattr(credentials, name)
+    changed = tuple((key, quick.get(key, value)) for key, value in options)
+    assert changed != options
+    monkeypatch.setattr(credentials, name, changed)
+  with Server() as server, Relay(server.address) as relay:
+    wire = connect(relay.address)
+    _, listener = join(wire)
+    relay.freeze()
+    wait_until(lambda: listener.losses, "the loss")
+    assert "ping timeout" in listener.losses[0]
 
 
 def test_a_wire_is_usable_with_the_next_syncer(connect):
