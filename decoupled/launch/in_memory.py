@@ -260,6 +260,7 @@ class InMemoryJob:
       self._next_step(learner)
     elif self.clock.now() >= learner.look_at:
       # unchanged reports are repeated, so look again in a while
+      link.serve()
       learner.look_at = self.clock.now() + _LOOK_S
       self.network.after(_LOOK_S, lambda: None)
 

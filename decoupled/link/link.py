@@ -321,7 +321,7 @@ class Link:
     while not visit():
       self._wake.wait(timeout=0.5)
       self._wake.clear()
-      self._serve()  # what failed before is tried again
+      self.serve()  # what failed before is tried again
       now = self._clock.now()
       if self._fatal is not None:
         raise self._fatal
@@ -425,10 +425,10 @@ class Link:
     boundary.announcement = a
     for copy, _ in a.refused:
       self._drop(copy)
-    self._serve()
+    self.serve()
     self._wake.set()
 
-  def _serve(self) -> None:
+  def serve(self) -> None:
     """Starts whatever the newest announcement asks for; repeats do no harm."""
     a = self._boundary.announcement
     if a is None:

@@ -993,6 +993,8 @@ class Rounds:
     if self._open:
       return  # a merge is running; `merged` comes back here
     self._received.clear()
+    # Copies extracted ahead carry the next numbers, but not the last steps.
+    self._next_round += self._exchange.P
     self._enter(Phase.DRAINING, self._drain_why)
     self._drain_by = now + self._limits.drain_s
     self._ends_by = now + 2 * self._limits.drain_s
