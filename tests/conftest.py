@@ -1,6 +1,13 @@
 """Simulated CPU devices for every test: asked for here, before any backend."""
 
-import jax
+import os
+
+# Tests compile many small programs once: optimising them costs more than it
+# saves. Before JAX is imported, or it is ignored silently.
+_QUICK = "--xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
+
+import jax  # noqa: E402
 
 DEVICES = 8
 jax.config.update("jax_platforms", "cpu")

@@ -138,6 +138,8 @@ def environment(
     for key, value in environ.items()
     if key not in _SCRUBBED and (not key.startswith("JAX_") or key in _KEPT_JAX)
   }
+  # gRPC writes a line of its own for every connection that ends
+  env.setdefault("GRPC_VERBOSITY", "ERROR")
   if devices is None or devices.platform == "cpu":
     env["JAX_PLATFORMS"] = "cpu"
     if threads:
