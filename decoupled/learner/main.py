@@ -30,7 +30,7 @@ from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
 from decoupled.learner.optimizer import learning_rate, make_optimizer
 from decoupled.learner.pace import Pace
-from decoupled.link.link import Link
+from decoupled.link.link import Link, Patience
 from decoupled.models.task import LanguageModel
 from decoupled.observe.events import EventLog
 from decoupled.observe.metrics import Metrics, flop_utilisation
@@ -152,8 +152,14 @@ def _link(
       ("run.seed", str(options.seed)),
     ),
   )
-  wire = client.GrpcLearnerWire(where, token)
-  return Link(wire, params, hello)
+  limits = config.limits
+  wire = client.GrpcLearnerWire(
+    where, token, connect_s=limits.connect_s, transfer_s=limits.transfer_s
+  )
+  patience = Patience(
+    join_s=limits.start_s + limits.connect_s, end_s=4 * limits.drain_s
+  )
+  return Link(wire, params, hello, patience=patience)
 
 
 def _batches(

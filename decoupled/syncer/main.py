@@ -35,6 +35,7 @@ def run(config: Config, options: SyncerOptions) -> int:
     DecoupledError: with the line that the user reads.
   """
   clock = MonotonicClock()
+  options.workdir.mkdir(parents=True, exist_ok=True)
   started_at = options.started_at
   if started_at is None:
     started_at = clock.now()
@@ -66,14 +67,11 @@ def run(config: Config, options: SyncerOptions) -> int:
   )
   if snapshot is not None:
     _continue(rounds, snapshot, config)
-  token = (
-    credentials.read_token(options.token_file) if options.token_file else ""
-  )
   traffic = asyncio.run(
     serve(
       rounds,
       parse(options.bind),
-      token,
+      _token(options),
       started=lambda address, service: _started(options, address, service),
       clock=clock,
       events=log,
@@ -118,6 +116,16 @@ def _started(
   loop = asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):
     loop.add_signal_handler(number, service.drain, "stopped by a signal")
+
+
+def _token(options: SyncerOptions) -> str:
+  """The run token; the first syncer of a run makes it."""
+  path = options.token_file or options.workdir / "run.token"
+  if not path.exists():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    credentials.make_token(path)
+    _LOG.warning("made the run token %s: learners need it (--token_file)", path)
+  return credentials.read_token(path)
 
 
 def _newest(

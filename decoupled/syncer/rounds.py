@@ -184,7 +184,7 @@ class Rounds:
     self._ends_by = math.inf
     self._owed: dict[int, float] = {}
     self._step_ends: dict[int, list[float]] = {}
-    self._steps_logged: dict[int, float] = {}
+    self._steps_logged: dict[int, tuple[float, int]] = {}
     self._note = ""
 
   # --- restoring ---------------------------------------------------------
@@ -1033,10 +1033,11 @@ class Rounds:
     if math.isfinite(now):
       ends += [self._t(e + member.clock_offset_s) for e in report.step_ends_s]
       del ends[:-_STEP_ENDS_HELD]
-      last = self._steps_logged.get(member.learner_id, -math.inf)
+      last, _ = self._steps_logged.get(member.learner_id, (-math.inf, 0))
       if now - last < _STEPS_EVENT_S:
         return
-    if ends:
+    _, logged = self._steps_logged.get(member.learner_id, (0.0, 0))
+    if ends or report.step != logged:
       self._events.emit(
         "steps",
         learner=member.learner_id,
@@ -1049,7 +1050,9 @@ class Rounds:
         position=list(report.position),
       )
     ends.clear()
-    self._steps_logged[member.learner_id] = now if math.isfinite(now) else 0.0
+    self._steps_logged[member.learner_id] = (
+      (now, report.step) if math.isfinite(now) else (-math.inf, 0)
+    )
 
 
 class TapeLike(Protocol):

@@ -59,9 +59,7 @@ def test_a_death_costs_one_learner_and_a_longer_run_continues(
   assert longer.returncode == 0, longer.stderr
   job = events(workdir)
   after = of("steps", job)[len(of("steps", job)) :] or [
-    e
-    for e in of("steps", job)
-    if e["learner"] == 0 and e["incarnation"] == 2
+    e for e in of("steps", job) if e["learner"] == 0 and e["incarnation"] == 2
   ]
   # step of the schedule and data position go on where they were
   last, first_after = before[-1], after[0]
@@ -107,6 +105,7 @@ def test_roles_by_hand_a_second_claimant_and_another_contract(
       f"--workdir={tmp_path / name}",
       f"--syncer_address={where}",
       "--learner_id=0",
+      f"--token_file={tmp_path / 'syncer' / 'run.token'}",
       "--devices_per_host=1",
       *QUICK,
       *more,
