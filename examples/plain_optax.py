@@ -1,12 +1,9 @@
 """A plain Optax loop that joins a run; the lines marked `# +` are all it takes.
 
-    mkdir -p runs/plain && cd runs/plain
-    (umask 077; python -c 'import secrets; print(secrets.token_hex())' > token)
     decoupled syncer Exchange.H=16 Exchange.P=4 Exchange.tau=8 \
-      --bind 127.0.0.1:7077 --workdir . --token_file token \
-      --learners 2 --rounds 200 &
-    python ../../examples/plain_optax.py 127.0.0.1:7077 token &
-    python ../../examples/plain_optax.py 127.0.0.1:7077 token
+      --bind 127.0.0.1:7077 --workdir runs/plain --learners 2 --rounds 200 &
+    python examples/plain_optax.py 127.0.0.1:7077 runs/plain/run.token &
+    python examples/plain_optax.py 127.0.0.1:7077 runs/plain/run.token
 
 Both learners see data of their own, and both end with the same parameters.
 """

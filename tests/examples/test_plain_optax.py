@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import secrets
 import subprocess
 import sys
 import time
@@ -63,17 +62,15 @@ def test_two_processes_end_with_equal_parameters(
     processes.append(process)
     return process
 
-  token = tmp_path / "token"
-  token.touch(mode=0o600)
-  token.write_text(secrets.token_hex(), "ascii")
   syncer = start(
     *("-m", "decoupled.cli", "syncer"),
     *("Exchange.H=16", "Exchange.P=4", "Exchange.tau=8"),
     *("--learners=2", f"--rounds={ROUNDS}"),
-    *(f"--workdir={tmp_path}", f"--token_file={token}"),
+    f"--workdir={tmp_path}",
   )
   address = _published(tmp_path / "syncer.address", syncer)
-  learners = [start(str(EXAMPLE), address, str(token)) for _ in range(2)]
+  token = str(tmp_path / "run.token")
+  learners = [start(str(EXAMPLE), address, token) for _ in range(2)]
   said = [_finished(process) for process in [*learners, syncer]]
 
   ends = [
