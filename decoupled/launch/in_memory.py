@@ -256,13 +256,19 @@ class InMemoryJob:
       ready = not self._visit(learner, leaves)
     self._put(learner, leaves)
     if ready:
-      learner.schedule_step = max(learner.schedule_step, link.common_step)
+      self._adopt_step(learner)
       self._next_step(learner)
     elif self.clock.now() >= learner.look_at:
       # unchanged reports are repeated, so look again in a while
       link.serve()
       learner.look_at = self.clock.now() + _LOOK_S
       self.network.after(_LOOK_S, lambda: None)
+
+  def _adopt_step(self, learner: SimulatedLearner) -> None:
+    """Takes over the run's schedule step where that is ahead (4.10)."""
+    link = learner.link
+    if link is not None and link.policy.adopt_step:
+      learner.schedule_step = max(learner.schedule_step, link.common_step)
 
   def _next_step(self, learner: SimulatedLearner) -> None:
     learner.stepping = True
@@ -286,8 +292,7 @@ class InMemoryJob:
     leaves = jax.tree.leaves(learner.trainer.params)
     stop = self._visit(learner, leaves)
     self._put(learner, leaves)
-    if link.policy.adopt_step:
-      learner.schedule_step = max(learner.schedule_step, link.common_step)
+    self._adopt_step(learner)
     if stop or link.waits(learner.step):
       learner.stepping = False
       return

@@ -77,7 +77,7 @@ def train(
   *,
   tokens_per_step: int,
   learner_id: int,
-  pad_s: float = 0.0,
+  pad: Callable[[], float] = lambda: 0.0,
   slow: Stretch = _FULL_SPEED,
   stopping: Callable[[], bool] = lambda: False,
   after_step: Callable[[Trained], None] = lambda _: None,
@@ -93,7 +93,7 @@ def train(
     pace: watches steps finish.
     tokens_per_step: of this learner.
     learner_id: goes into the dropout key.
-    pad_s: fixed sleep per inner step that stands for accelerator time.
+    pad: seconds to sleep in a step, which stand for accelerator time.
     slow: its `factor` stretches steps.
     stopping: whether to leave at the next boundary.
     after_step: told after every boundary; must not block.
@@ -124,8 +124,7 @@ def train(
       pace.dispatched(done.step, metrics["loss"])
       rows, position = next(batches)
       batch = put_batch(rows, mesh)
-      if pad_s:
-        time.sleep(pad_s)
+      time.sleep(pad())
       pace.wait(done.step)
       if slow.factor > 1.0:
         time.sleep((slow.factor - 1.0) * (time.monotonic() - began))

@@ -7,10 +7,12 @@ before the first step, so that a start or a restart never trains in vain.
 
 import logging
 import os
+import random
 import signal
 import socket
 import statistics
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -219,13 +221,20 @@ def _train(
     pace,
     tokens_per_step=per_step,
     learner_id=learner_id,
-    pad_s=config.local.pad_s,
+    pad=_pad(config, learner_id),
     slow=Slowdown.from_environment(),
     stopping=stopping.is_set,
     after_step=after_step,
   )
   pace.close()
   metrics.close()
+
+
+def _pad(config: Config, learner_id: int) -> Callable[[], float]:
+  """The sleep of each step: fixed, or spread evenly about its mean."""
+  mean, share = config.local.pad_s, config.local.jitter
+  draw = random.Random(learner_id)
+  return lambda: mean * (1 + share * draw.uniform(-1, 1)) if share else mean
 
 
 def _rate(config: Config, schedule_step: int) -> float:

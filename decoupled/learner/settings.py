@@ -98,12 +98,14 @@ class Local:
     remat: recompute activations in the backward pass instead of keeping them.
     microbatches: pieces of a batch whose gradients are accumulated.
     pad_s: fixed sleep per inner step that stands for accelerator time.
+    jitter: share by which that sleep varies from step to step, evenly spread.
     xla_threads: threads of XLA on the CPU; 0 = XLA's own choice.
   """
 
   remat: bool = False
   microbatches: int = 1
   pad_s: float = 0.05
+  jitter: float = 0.0
   xla_threads: int = 1
 
   def __post_init__(self) -> None:
@@ -113,6 +115,8 @@ class Local:
       )
     if not (math.isfinite(self.pad_s) and self.pad_s >= 0):
       raise ConfigError(f"Local.pad_s = {self.pad_s} must be at least 0")
+    if not 0 <= self.jitter < 1:
+      raise ConfigError(f"Local.jitter = {self.jitter} must be in [0, 1)")
     if self.xla_threads < 0:
       raise ConfigError(
         f"Local.xla_threads = {self.xla_threads} must be at least 0"

@@ -83,9 +83,10 @@ KINDS: Mapping[str, Kind] = {
   ),
   "steps": _kind(
     "What a learner did since the last such event, about once a second. "
-    "`step` and `tokens` count this incarnation; `ends`: when steps finished.",
+    "`step` and `tokens` count this incarnation; `ends`: when steps finished; "
+    "`adopted_after_s`: from the opening of rounds to their adoption here.",
     "learner incarnation step tokens schedule_step ends loss position",
-    "stage versions",
+    "stage versions adopted_after_s",
   ),
   "discard": _kind(
     "Tokens that were processed in vain, already weighted with the "

@@ -183,6 +183,8 @@ class Rounds:
     self._drain_by = math.inf
     self._ends_by = math.inf
     self._owed: dict[int, float] = {}
+    self._opened_at: dict[Version, float] = {}
+    self._adopted_after: dict[int, list[float]] = {}
     self._step_ends: dict[int, list[float]] = {}
     self._steps_logged: dict[int, tuple[float, int]] = {}
     self._note = ""
@@ -417,6 +419,7 @@ class Rounds:
       )
     if before is not None and self.accounts is not None:
       self.accounts.adopted(member, before, report)
+      self._time_adoptions(now, before, report)
     new_tokens = report.tokens - (0 if before is None else before.tokens)
     self.tokens[member.learner_id] = (
       self.tokens.get(member.learner_id, 0) + new_tokens
@@ -426,6 +429,16 @@ class Rounds:
     self._note_copies(now, member, report)
     self._log_steps(member, now)
     self._advance(now)
+
+  def _time_adoptions(self, now: float, before: Report, report: Report) -> None:
+    """Notes how long after its opening a round's result was adopted."""
+    waits = self._adopted_after.setdefault(report.learner_id, [])
+    pairs = zip(before.versions, report.versions, strict=True)
+    for old, new in pairs:
+      opened = self._opened_at.get(new)
+      if new != old and opened is not None:
+        waits.append(round(now - opened, 6))
+    del waits[:-_STEP_ENDS_HELD]
 
   def _note_copies(self, now: float, member: Member, report: Report) -> None:
     member.copies = {
@@ -753,6 +766,10 @@ class Rounds:
       opened=now,
       counted=counted,
     )
+    self._opened_at[version] = now
+    self._opened_at.pop(
+      Version(self.term, version.round - 4 * self._exchange.P), None
+    )
     self._next_round += 1
     self._last_opened = now
     self._changed()
@@ -1048,6 +1065,7 @@ class Rounds:
         ends=list(ends),
         loss=report.loss,
         position=list(report.position),
+        adopted_after_s=self._adopted_after.pop(member.learner_id, []),
       )
     ends.clear()
     self._steps_logged[member.learner_id] = (

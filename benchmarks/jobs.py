@@ -1,0 +1,72 @@
+"""Runs `decoupled run` for a benchmark and reads what it left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Job(NamedTuple):
+  """What a finished job wrote."""
+
+  report: dict[str, Any]
+  events: list[dict[str, Any]]
+
+  def of(self, kind: str) -> list[dict[str, Any]]:
+    return [event for event in self.events if event["kind"] == kind]
+
+
+def run(
+  *arguments: str, config: str = "stdlib_tiny.gin", workdir: str = ""
+) -> Job:
+  """Runs a job in a folder of its own; what it prints goes to stderr.
+
+  Raises:
+    SystemExit: the job failed.
+  """
+  root = Path(__file__).resolve().parent.parent
+  with tempfile.TemporaryDirectory(prefix="decoupled-bench-") as folder:
+    where = Path(workdir or folder) / "job"
+    done = subprocess.run(
+      [
+        *(sys.executable, "-m", "decoupled.cli", "run"),
+        str(root / "configs" / config),
+        f"--workdir={where}",
+        *arguments,
+      ],
+      stdout=sys.stderr,
+      env={**os.environ, "PYTHONPATH": str(root)},
+      check=False,
+    )
+    if done.returncode:
+      raise SystemExit(f"the job ended with status {done.returncode}")
+    report = json.loads((where / "report.json").read_text())
+    lines = (where / "events.jsonl").read_text().splitlines()
+    return Job(report, [json.loads(line) for line in lines])
+
+
+def step_ends(job: Job, learner: int) -> list[float]:
+  """When a learner's steps finished, in seconds from the job's start."""
+  return sorted(
+    end
+    for event in job.of("steps")
+    if event["learner"] == learner
+    for end in event["ends"]
+  )
+
+
+def say(line: dict[str, Any]) -> None:
+  """One JSON line on stdout."""
+  print(json.dumps(line), flush=True)
+
+
+def median(values: Sequence[float]) -> float:
+  ordered = sorted(values)
+  middle = len(ordered) // 2
+  if len(ordered) % 2:
+    return ordered[middle]
+  return (ordered[middle - 1] + ordered[middle]) / 2
