@@ -43,9 +43,7 @@ def rounds_to_recover(job: jobs.Job, at_s: float) -> int:
   """See the module docstring; counts rounds that closed after `at_s`."""
   closed = [e["merged"] for e in job.of("round") if e["counted"]]
   before = [t for t in closed if t <= at_s]
-  quiet = jobs.median(
-    [b - a for a, b in itertools.pairwise(before)][-100:]
-  )
+  quiet = jobs.median([b - a for a, b in itertools.pairwise(before)][-100:])
   after = [before[-1], *(t for t in closed if t > at_s)]
   took = [b - a for a, b in itertools.pairwise(after)]
   for i in range(len(took)):

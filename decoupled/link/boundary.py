@@ -281,8 +281,9 @@ class Boundary:
       announcement.next_round, announcement.next_round + count
     ):
       p = schedule.fragment_of(number, self._policy.P)
-      if p not in busy:
-        base = announcement.versions[p]
+      base = announcement.versions[p]
+      # its last round may be merging: neither open any more nor written yet
+      if p not in busy and base.round >= number - self._policy.P:
         ahead.append((Version(announcement.term, number), p, base))
     return ahead
 
@@ -329,8 +330,19 @@ class Boundary:
     self._step_at[p] = step - left_steps
     self._tokens_at[p] = tokens - left_tokens
     self.held[p] = staged.version
+    self._forget_stale(p, staged.version)
     self.unsynced_since = step
     self.common_step = max(self.common_step, staged.common_step)
+
+  def _forget_stale(self, fragment: int, held: Version) -> None:
+    """Copies extracted ahead of the adopted version have lost their base.
+
+    A round that is being merged is not announced as open, so its fragment may
+    already have been extracted for the round after it; it is extracted anew.
+    """
+    for version, copy in list(self._extracted.items()):
+      if copy.fragment == fragment and copy.round > 0 and version > held:
+        del self._extracted[version]
 
   def _prune(self) -> None:
     """Keeps staged versions that are newer, or fed and not yet answered."""

@@ -56,7 +56,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
   *SIZE_OPTIONS,
   # Two syncers on one port would each get some of the learners.
   ("grpc.so_reuseport", 0),
-  ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+  # The clients' pings are asked for: no connection is cut for them, however
+  # long a learner has nothing to send.
+  ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+  ("grpc.http2.max_ping_strikes", 0),
   ("grpc.keepalive_permit_without_calls", 1),
 )
 # One fragment is in flight at a time and it is large: a wide window.
