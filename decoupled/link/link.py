@@ -398,7 +398,8 @@ class Link:
     if same and now - self._published_at < _REPEAT_S:
       return
     self._progress, self._published_at = progress, now
-    self._workers["reporter"].put("report")
+    if not self._landing:  # else the landing reports, a moment from now
+      self._workers["reporter"].put("report")
 
   def _extracted(self, extraction: Extraction) -> None:
     self._landing.append(extraction)

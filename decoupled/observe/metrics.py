@@ -10,11 +10,13 @@ import math
 import os
 import queue
 import threading
+import time
 from typing import Any
 
 from decoupled.types import EventSink
 
 _LOG = logging.getLogger(__name__)
+_FLUSH_S = 2.0
 
 # Peak dense bfloat16 FLOP/s of one device, by a part of its `device_kind` in
 # lower case; the first that matches counts. Vendors' data sheets.
@@ -118,14 +120,16 @@ class Metrics:
 
   def _run(self) -> None:
     writer: Any = None
+    flushed = time.monotonic()
     while (item := self._queue.get()) is not None:
       tag, value, step = item
       try:
         if writer is None:
           writer = _writer(self._folder)
         writer.add_scalar(tag, value, step)
-        if self._queue.empty():
+        if time.monotonic() - flushed > _FLUSH_S:
           writer.flush()
+          flushed = time.monotonic()
       except Exception as error:  # whatever a disk or the library does
         if not self.dropped:
           _LOG.warning("cannot write metrics to %s: %s", self._folder, error)

@@ -96,6 +96,7 @@ class Driver(Generic[JobT]):
     self._changed = changed
     self._seen = rounds.generation
     self._wake = asyncio.Event()
+    self._ticked = -math.inf
     self._merging: asyncio.Task[None] | None = None
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "merge")
 
@@ -124,8 +125,10 @@ class Driver(Generic[JobT]):
     try:
       while not self.rounds.ended:
         self._wake.clear()
-        self.rounds.tick(self.now())
-        self._settle()
+        if self.rounds.wake_at(self._ticked) <= self.now():
+          self._ticked = self.now()
+          self.rounds.tick(self._ticked)
+          self._settle()
         await self._until_due()
     finally:
       if self._merging is not None:

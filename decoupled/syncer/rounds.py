@@ -81,7 +81,18 @@ class Plan:
 
 @dataclasses.dataclass
 class Round:
-  """An open round; `merging` once its job has been handed out."""
+  """An open round.
+
+  Attributes:
+    version: what closing it writes.
+    fragment: which it visits.
+    base: version of the fragment when it opened.
+    opened: when.
+    counted: False for the rounds of the drain.
+    fresh: per learner when its first fresh report came.
+    merging: its job has been handed out.
+    decided: the last decision and what it was based on.
+  """
 
   version: Version
   fragment: int
@@ -90,6 +101,7 @@ class Round:
   counted: bool
   fresh: dict[int, float] = dataclasses.field(default_factory=dict)
   merging: bool = False
+  decided: tuple[object, quorum.Decision] | None = None
 
   def announced(self) -> OpenRound:
     return OpenRound(self.version, self.fragment, self.base)
@@ -188,6 +200,7 @@ class Rounds:
     self._step_ends: dict[int, list[float]] = {}
     self._steps_logged: dict[int, tuple[float, int]] = {}
     self._note = ""
+    self._floor_of: tuple[tuple[float, ...], float | None] = ((), None)
 
   # --- restoring ---------------------------------------------------------
 
@@ -454,9 +467,11 @@ class Rounds:
     member.refused = {
       copy: why for copy, why in member.refused.items() if copy in held
     }
-    wanted = self._wanted(member)
-    if wanted != member.wanted:
-      member.wanted = wanted
+    before, member.wanted = member.wanted, self._wanted(member)
+    if any(
+      copy in before or copy.round not in self._open for copy in member.wanted
+    ):
+      # what an open round wants comes unasked; the rest must be asked for
       self._changed(member)
 
   def _usable(self, r: Round, header: CopyHeader) -> bool:
@@ -491,7 +506,6 @@ class Rounds:
     else:
       key = (header.copy.round, contribution.learner_id)
       self._received.setdefault(key, contribution)
-    self._changed(self.membership.live[contribution.learner_id])
     self._advance(now)
     return ""
 
@@ -730,13 +744,17 @@ class Rounds:
     return [m for m in self.membership.members() if m.stepped]
 
   def _floor(self) -> float | None:
-    members = self.membership.members()
-    return schedule.round_floor_s(
-      np.array([m.step_s for m in members], np.float64),
-      np.ones(len(members), bool),
-      self._exchange.H,
-      self._exchange.P,
-    )
+    """Length of a round at the pace of the median live learner."""
+    steps = tuple(m.step_s for m in self.membership.members())
+    if steps != self._floor_of[0]:
+      floor = schedule.round_floor_s(
+        np.array(steps, np.float64),
+        np.ones(len(steps), bool),
+        self._exchange.H,
+        self._exchange.P,
+      )
+      self._floor_of = (steps, floor)
+    return self._floor_of[1]
 
   def _opens_at(self) -> float:
     return self._last_opened + (self._floor() or 0.0)
@@ -802,16 +820,21 @@ class Rounds:
     return policy.tau * floor * policy.P / policy.H
 
   def _decide(self, r: Round) -> quorum.Decision:
+    """When a round closes, computed anew only if something has changed."""
     members = self._training()
-    return quorum.close_time(
-      r.opened,
-      np.array(
-        [r.fresh.get(m.learner_id, math.inf) for m in members], np.float64
-      ),
-      np.ones(len(members), bool),
-      self._estimates(),
-      self._exchange,
-    )
+    estimates = self._estimates()
+    fresh = tuple(r.fresh.get(m.learner_id, math.inf) for m in members)
+    basis = (fresh, estimates)
+    if r.decided is None or r.decided[0] != basis:
+      decision = quorum.close_time(
+        r.opened,
+        np.array(fresh, np.float64),
+        np.ones(len(members), bool),
+        estimates,
+        self._exchange,
+      )
+      r.decided = (basis, decision)
+    return r.decided[1]
 
   def _close(self, now: float) -> None:
     for r in list(self._open.values()):
@@ -888,7 +911,6 @@ class Rounds:
         closed_at=now,
       )
     )
-    self._changed()
 
   def next_merge(self) -> MergeJob | None:
     """The next merge to run, or None; hand it back through `merged`."""
