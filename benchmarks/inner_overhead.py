@@ -168,7 +168,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--pairs", type=int, default=9)
   parser.add_argument("--steps", type=int, default=100)
-  parser.add_argument("--sequences", type=int, default=48)
+  parser.add_argument("--sequences", type=int, default=28)
   args = parser.parse_args()
   bindings = [*BINDINGS, f"Batch.sequences={args.sequences}"]
   config = configs.resolve([], bindings)

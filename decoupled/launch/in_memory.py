@@ -20,7 +20,7 @@ from decoupled.link.wire import LearnerWire
 from decoupled.syncer.rounds import Plan, Rounds, TapeLike
 from decoupled.syncer.settings import Limits
 from decoupled.types import EventSink, Hello, TensorSpec
-from decoupled.wire.memory import Fault, MemoryNetwork, MemoryWire
+from decoupled.launch.memory import Fault, MemoryNetwork, MemoryWire
 
 _LOOK_S = 0.5
 

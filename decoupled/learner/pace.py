@@ -19,6 +19,7 @@ from decoupled.clock import Clock
 _EMA = 0.2
 _LEAST_LEAD_S = 0.001
 _MOST_LEAD = 0.2  # of a step
+_DEVIATIONS = 2.0  # mean deviations of the step time added to the lead
 
 
 class Finished(NamedTuple):
@@ -40,7 +41,8 @@ class Pace:
     self.last = Finished(0, math.nan, math.nan)
     self._clock = clock
     self._step_s = math.nan
-    self._host_s = math.nan
+    self._spread_s = 0.0
+    self._host_s = 0.0
     self._woke_at = math.nan
     self._started_at = math.nan
     self._previous_end = -math.inf
@@ -71,7 +73,8 @@ class Pace:
     if math.isnan(self._step_s):
       self._until(step)
     else:
-      lead = min(max(_LEAST_LEAD_S, self._host_s), _MOST_LEAD * self._step_s)
+      wanted = self._host_s + _DEVIATIONS * self._spread_s
+      lead = min(max(_LEAST_LEAD_S, wanted), _MOST_LEAD * self._step_s)
       begin = max(self._started_at, self._previous_end)
       left = begin + self._step_s - lead - self._clock.now()
       with self._over:
@@ -110,7 +113,10 @@ class Pace:
         return
       now = self._clock.now()
       begin = max(started_at, self._previous_end)
-      self._step_s = _fold(self._step_s, now - begin)
+      took = now - begin
+      if not math.isnan(self._step_s):
+        self._spread_s = _fold(self._spread_s, abs(took - self._step_s))
+      self._step_s = _fold(self._step_s, took)
       self._previous_end = now
       with self._over:
         self.last = Finished(step, now, value)

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
+from decoupled.link import background
+
 Handler = Callable[[Hashable], None]
 
 
@@ -63,6 +65,7 @@ class Threaded:
     self._thread.join(limit_s)
 
   def _run(self) -> None:
+    background.give_way()
     while True:
       with self._ready:
         while not self._keys and not self._closed:
