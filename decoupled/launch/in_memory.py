@@ -14,13 +14,13 @@ import jax
 
 from decoupled.algorithm.policy import Exchange, Outer, exchange_lines
 from decoupled.clock import ManualClock
+from decoupled.launch.memory import Fault, MemoryNetwork, MemoryWire
 from decoupled.link import tree, workers
 from decoupled.link.link import Link
 from decoupled.link.wire import LearnerWire
 from decoupled.syncer.rounds import Plan, Rounds, TapeLike
 from decoupled.syncer.settings import Limits
 from decoupled.types import EventSink, Hello, TensorSpec
-from decoupled.launch.memory import Fault, MemoryNetwork, MemoryWire
 
 _LOOK_S = 0.5
 

@@ -47,7 +47,7 @@ class Toy:
     seed: int,
     *,
     noise: float = 0.1,
-    rate: float = 0.05,
+    rate: float = 2.0,
     tokens: int = 100,
     init_seed: int = 0,
   ):
