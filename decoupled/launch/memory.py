@@ -327,6 +327,8 @@ class MemoryWire:
     except Refused as error:
       self._fenced(identity[1], error)
       return
+    self._stamp = None  # whole state again, should the last have been lost
+    self.announce()
     self._next_beat(identity)
 
   def _next_beat(self, identity: tuple[int, int]) -> None:

@@ -93,11 +93,37 @@ def run(config: Config, options: LearnerOptions) -> int:
     ),
     position=welcome.position,
   )
+  _say_ready(options, link, restored is not None, compiles)
   affinity.release()
   _train(config, options, link, done, train_step, batches, mesh, task, stopping)
   _finish(options, link, done, welcome, compiles)
   batches.close()
   return 0 if link.done else _TERMINATED
+
+
+def _say_ready(
+  options: LearnerOptions,
+  link: Link,
+  restored: bool,
+  compiles: compile_cache.CompileCounter,
+) -> None:
+  log = _log(options)
+  log.emit(
+    "ready",
+    learner=link.welcome.learner_id,
+    incarnation=link.welcome.incarnation,
+    state_source="checkpoint" if restored else "fresh",
+    compiles=compiles.counts(),
+  )
+  log.close()
+
+
+def _log(options: LearnerOptions) -> EventLog:
+  return EventLog(
+    options.workdir / "events.jsonl",
+    options.started_at or 0.0,
+    MonotonicClock(),
+  )
 
 
 def _on_sigterm() -> threading.Event:
@@ -253,11 +279,7 @@ def _finish(
   compiles: compile_cache.CompileCounter,
 ) -> None:
   """Saves the inner optimizer state, says goodbye, leaves."""
-  log = EventLog(
-    options.workdir / "events.jsonl",
-    options.started_at or 0.0,
-    MonotonicClock(),
-  )
+  log = _log(options)
   _save(options, done, welcome, log)
   step_s = sorted(done.step_s) or [0.0]
   log.emit(

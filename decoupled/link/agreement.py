@@ -27,12 +27,15 @@ class Bits(NamedTuple):
       none.
     stop: whether to stop stepping.
     swap: whether to hand the role over.
+    held: versions held when this was written down; equal on all hosts, hence
+      not fed.
   """
 
   staged: tuple[Version, ...]
   announced: tuple[Version, ...]
   stop: bool = False
   swap: bool = False
+  held: tuple[Version, ...] = ()
 
   def lanes(self) -> np.ndarray:
     """int32[4P + 2], what a host feeds into the step."""
@@ -51,15 +54,20 @@ class Agreed(NamedTuple):
       or NO_VERSION.
     stop: some host must stop.
     swap: some host must hand over.
+    held: versions held when the bits were written down: an extraction they
+      ask for is void where the version has changed since.
   """
 
   adopt: tuple[Version, ...]
   extract: tuple[Version, ...]
   stop: bool
   swap: bool
+  held: tuple[Version, ...]
 
 
-def agree(low: np.ndarray, high: np.ndarray) -> Agreed:
+def agree(
+  low: np.ndarray, high: np.ndarray, held: tuple[Version, ...]
+) -> Agreed:
   """Reads the minimum and the maximum over the hosts' lanes.
 
   Adoption and extraction need minimum = maximum: all hosts must hold the same
@@ -72,6 +80,7 @@ def agree(low: np.ndarray, high: np.ndarray) -> Agreed:
     extract=_equal(low[half:-_CONTROL], high[half:-_CONTROL]),
     stop=bool(high[-2]),
     swap=bool(high[-1]),
+    held=held,
   )
 
 
@@ -101,7 +110,7 @@ class OneHost:
 
   def exchange(self, bits: Bits) -> Agreed:
     lanes = bits.lanes()
-    return agree(lanes, lanes)
+    return agree(lanes, lanes, bits.held)
 
   def pinned(self) -> tuple[Bits, ...]:
     return ()
@@ -116,10 +125,10 @@ class ByStep:
   """
 
   def __init__(self, fragments: int):
-    nothing = Bits((NO_VERSION,) * fragments, (NO_VERSION,) * fragments)
-    self._nothing = nothing
-    self._fed: collections.deque[Bits] = collections.deque([nothing])
-    self._agreed = agree(nothing.lanes(), nothing.lanes())
+    none = (NO_VERSION,) * fragments
+    self._nothing = Bits(none, none, held=none)
+    self._fed: collections.deque[Bits] = collections.deque([self._nothing])
+    self._agreed = self._no_answer()
 
   @property
   def feed(self) -> np.ndarray:
@@ -128,15 +137,17 @@ class ByStep:
 
   def answer(self, low: np.ndarray, high: np.ndarray) -> None:
     """The collective's result for the oldest bits not yet answered."""
-    if self._fed:
-      self._fed.popleft()
-    self._agreed = agree(np.asarray(low), np.asarray(high))
+    fed = self._fed.popleft() if self._fed else self._nothing
+    self._agreed = agree(np.asarray(low), np.asarray(high), fed.held)
 
   def exchange(self, bits: Bits) -> Agreed:
-    agreed = self._agreed
-    self._agreed = agree(self._nothing.lanes(), self._nothing.lanes())
+    agreed, self._agreed = self._agreed, self._no_answer()
     self._fed.append(bits)
     return agreed
 
   def pinned(self) -> tuple[Bits, ...]:
     return tuple(self._fed)
+
+  def _no_answer(self) -> Agreed:
+    lanes = self._nothing.lanes()
+    return agree(lanes, lanes, self._nothing.held)

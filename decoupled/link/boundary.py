@@ -156,15 +156,15 @@ class Boundary:
     while self.refusals:
       self._refused(self.refusals.popleft())
     announcement = self.announcement
-    due = self._due(announcement, step)
-    agreed = self._agreement.exchange(self._bits(announcement, due))
+    bits = self._bits(announcement, self._due(announcement, step))
+    agreed = self._agreement.exchange(bits)
     for p, version in enumerate(agreed.adopt):
       if version > self.held[p]:
         self._adopt(leaves, self._staged[p][version], step, tokens)
-        due.pop(p, None)  # its base has changed; next boundary
     self._prune()
     for p, version in enumerate(agreed.extract):
-      if version != NO_VERSION and due.get(p) == version:
+      unchanged = agreed.held[p] == self.held[p]
+      if version != NO_VERSION and unchanged and version not in self._extracted:
         self._extract(leaves, p, version, step, tokens)
     return agreed
 
@@ -296,6 +296,7 @@ class Boundary:
       announced=tuple(due.get(p, NO_VERSION) for p in range(P)),
       stop=announcement is not None
       and announcement.phase in (Phase.DRAINING, Phase.ENDED),
+      held=tuple(self.held),
     )
 
   def _adopt(

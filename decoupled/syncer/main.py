@@ -6,6 +6,7 @@ that is committed.
 """
 
 import asyncio
+import functools
 import logging
 import signal
 import uuid
@@ -46,7 +47,10 @@ def run(config: Config, options: SyncerOptions) -> int:
   if snapshot is not None and 0 < options.rounds <= snapshot.rounds:
     print(f"complete: {snapshot.rounds} rounds are in {store}")
     return 0
-  seeds = _OnFirstTraining(lambda: _save(store, rounds, log))
+  seeds = _OnFirstTraining(
+    # cut here and now, before a round can close; only written elsewhere
+    lambda: functools.partial(_save, store, snapshot_of(rounds), log)
+  )
   rounds = Rounds(
     Plan(
       run_id=snapshot.run_id if snapshot else uuid.uuid4().hex[:12],
@@ -66,7 +70,17 @@ def run(config: Config, options: SyncerOptions) -> int:
     started_at=started_at,
   )
   if snapshot is not None:
+    seeds.done = True
     _continue(rounds, snapshot, config)
+    log.emit(
+      "checkpoint",
+      what="restore",
+      round=snapshot.rounds,
+      path=store,
+      ok=True,
+      error="",
+      role="syncer",
+    )
   traffic = asyncio.run(
     serve(
       rounds,
@@ -87,24 +101,28 @@ def run(config: Config, options: SyncerOptions) -> int:
     codec=config.exchange.codec,
   )
   if rounds.model is not None and rounds.has_history:
-    _save(store, rounds, log)
+    _save(store, snapshot_of(rounds), log)
   metrics.close()
   log.close()
   return 0
 
 
 class _OnFirstTraining:
-  """An event sink that acts once, when version 0 is complete."""
+  """An event sink that acts once, when version 0 is complete.
 
-  def __init__(self, act: Callable[[], None]):
-    self._act = act
-    self._done = False
+  Args:
+    prepare: called at once; what it returns is run on another thread.
+  """
+
+  def __init__(self, prepare: Callable[[], Callable[[], None]]):
+    self._prepare = prepare
+    self.done = False
 
   def emit(self, kind: str, **fields: object) -> None:
-    if kind == "phase" and fields["phase"] == "training" and not self._done:
-      self._done = True
+    if kind == "phase" and fields["phase"] == "training" and not self.done:
+      self.done = True
       loop = asyncio.get_running_loop()
-      loop.run_in_executor(None, self._act)
+      loop.run_in_executor(None, self._prepare())
 
 
 def _started(
@@ -164,9 +182,10 @@ def _continue(
   )
 
 
-def _save(store: str, rounds: Rounds, log: EventLog) -> None:
+def _save(
+  store: str, state: syncer_store.GlobalSnapshot, log: EventLog
+) -> None:
   """Commits a snapshot of the global model; failing is loud, not fatal."""
-  state = snapshot_of(rounds)
   path, error = "", ""
   try:
     path = syncer_store.save_global(store, state.rounds, state)
