@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from decoupled.observe.events import read
 
 
 class Job(NamedTuple):
@@ -20,33 +23,34 @@ class Job(NamedTuple):
     return [event for event in self.events if event["kind"] == kind]
 
 
-def run(
-  *arguments: str, config: str = "stdlib_tiny.gin", workdir: str = ""
-) -> Job:
+def run(*arguments: str, config: str = "stdlib_tiny.gin") -> Job:
   """Runs a job in a folder of its own; what it prints goes to stderr.
 
   Raises:
-    SystemExit: the job failed.
+    SystemExit: the job failed; its folder is then kept, and named.
   """
   root = Path(__file__).resolve().parent.parent
-  with tempfile.TemporaryDirectory(prefix="decoupled-bench-") as folder:
-    where = Path(workdir or folder) / "job"
-    done = subprocess.run(
-      [
-        *(sys.executable, "-m", "decoupled.cli", "run"),
-        str(root / "configs" / config),
-        f"--workdir={where}",
-        *arguments,
-      ],
-      stdout=sys.stderr,
-      env={**os.environ, "PYTHONPATH": str(root)},
-      check=False,
+  folder = Path(tempfile.mkdtemp(prefix="decoupled-bench-"))
+  where = folder / "job"
+  done = subprocess.run(
+    [
+      *(sys.executable, "-m", "decoupled.cli", "run"),
+      str(root / "configs" / config),
+      f"--workdir={where}",
+      *arguments,
+    ],
+    stdout=sys.stderr,
+    env={**os.environ, "PYTHONPATH": str(root)},
+    check=False,
+  )
+  if done.returncode:
+    raise SystemExit(
+      f"the job ended with status {done.returncode}; it is kept in {where}"
     )
-    if done.returncode:
-      raise SystemExit(f"the job ended with status {done.returncode}")
-    report = json.loads((where / "report.json").read_text())
-    lines = (where / "events.jsonl").read_text().splitlines()
-    return Job(report, [json.loads(line) for line in lines])
+  report = json.loads((where / "report.json").read_text())
+  events = list(read(where / "events.jsonl"))
+  shutil.rmtree(folder)
+  return Job(report, events)
 
 
 def step_ends(job: Job, learner: int) -> list[float]:
@@ -70,3 +74,12 @@ def median(values: Sequence[float]) -> float:
   if len(ordered) % 2:
     return ordered[middle]
   return (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def cpu_s(process: int) -> float:
+  """CPU seconds that a process has used so far (Linux; 0 elsewhere)."""
+  stat = Path(f"/proc/{process}/stat")
+  if not stat.exists():
+    return 0.0
+  fields = stat.read_text().rpartition(")")[2].split()
+  return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

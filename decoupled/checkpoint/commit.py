@@ -14,6 +14,7 @@ import hashlib
 import json
 import logging
 import os
+import time
 import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
@@ -183,6 +184,7 @@ def _commit(folder: epath.Path, number: int) -> None:
     "files": files,
     "number": number,
     "digest": _digest(number, files),
+    "written_ns": time.time_ns(),
   }
   # A rename is in one piece on a local disk, a write in an object store.
   unmarked = folder / f".{MARKER}"
@@ -225,9 +227,12 @@ def _number(folder: epath.Path) -> int:
   return int(head) if head.isdigit() and attempt else -1
 
 
-def _written(folder: epath.Path) -> float:
-  marker = folder / MARKER
-  return float(marker.stat().mtime) if marker.exists() else 0.0
+def _written(folder: epath.Path) -> int:
+  """When it was committed; stores keep file times in whole seconds at best."""
+  try:
+    return int(json.loads((folder / MARKER).read_text())["written_ns"])
+  except (OSError, ValueError, KeyError, TypeError):
+    return 0
 
 
 def _files(folder: epath.Path) -> list[epath.Path]:

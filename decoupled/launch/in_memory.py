@@ -7,13 +7,14 @@ bit, and an hour of simulated failures takes as long as its arithmetic.
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import jax
 
 from decoupled.algorithm.policy import Exchange, Outer, exchange_lines
 from decoupled.clock import ManualClock
+from decoupled.errors import DecoupledError
 from decoupled.launch.memory import Fault, MemoryNetwork, MemoryWire
 from decoupled.link import tree, workers
 from decoupled.link.link import Link
@@ -223,8 +224,15 @@ class InMemoryJob:
       handler: workers.Handler,
       on_error: Callable[[BaseException], None],
     ) -> workers.Worker:
-      del name, on_error  # an error here is a bug: let it out
-      work = workers.Inline(handler)
+      del name
+
+      def attempt(key: Hashable) -> None:
+        try:
+          handler(key)
+        except DecoupledError as error:
+          on_error(error)  # whatever else is raised is a bug: let it out
+
+      work = workers.Inline(attempt)
       learner.work.append(work)
       return work
 

@@ -520,7 +520,9 @@ class Link:
     if merged.included is not None:
       included = self._copies.get(merged.included)
     own_base = None
-    if self.policy.adoption == "carry" and included is None:
+    # A merge that included a copy of a lost connection already holds what the
+    # own base would carry on once more: such a version overwrites.
+    if self.policy.adoption == "carry" and merged.included is None:
       own = self._bases.get((key, merged.base))
       own_base = None if own is None else self._ops.stage(key, own)
     self._boundary.arrived.append(

@@ -483,9 +483,15 @@ class Rounds:
     )
 
   def contribution(self, now: float, contribution: Contribution) -> str:
-    """Takes a transfer; returns "" or the reason why it is refused."""
-    reason = self._refusal(contribution)
+    """Takes a transfer; returns "" or the reason why it is refused.
+
+    A repetition of a copy that is here, or already merged, changes nothing:
+    were it refused, the learner would drop a copy that `carry` still needs.
+    """
     header = contribution.header
+    if self._has(contribution.learner_id, header.copy):
+      return ""
+    reason = self._refusal(contribution)
     if reason:
       self.refused[reason] = self.refused.get(reason, 0) + 1
       self._events.emit(
@@ -508,6 +514,14 @@ class Rounds:
       self._received.setdefault(key, contribution)
     self._advance(now)
     return ""
+
+  def _has(self, learner_id: int, copy: CopyId) -> bool:
+    """Whether exactly that copy has been accepted before."""
+    waiting = self._received.get((copy.round, learner_id))
+    merged = self._included.get((copy.fragment, learner_id))
+    return merged == copy or (
+      waiting is not None and waiting.header.copy == copy
+    )
 
   def _refusal(self, contribution: Contribution) -> str:
     copy = contribution.header.copy
@@ -565,14 +579,11 @@ class Rounds:
     found = self.model.fragments[fragment]
     if found is None:
       raise Refused("early", f"fragment {fragment} has no version yet")
-    included = self._included.get((fragment, learner_id))
-    if included is not None and included.incarnation != incarnation:
-      included = None
     return MergedFragment(
       fragment=fragment,
       version=found.version,
       arrays=found.published,
-      included=included,
+      included=self._included.get((fragment, learner_id)),
       common_step=found.common_step,
       restored=found.restored,
       base=found.base,
@@ -930,8 +941,9 @@ class Rounds:
       self.sync_s = float(
         grace.ema(self.sync_s, now - job.closed_at, self._exchange.ema)
       )
-    for i in list(self.membership.live):
-      self._included.pop((r.fragment, i), None)
+    self._included = {
+      key: copy for key, copy in self._included.items() if key[0] != r.fragment
+    }
     for c in job.contributions:
       self._included[(r.fragment, c.learner_id)] = c.header.copy
       member = self.membership.live.get(c.learner_id)

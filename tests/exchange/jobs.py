@@ -21,21 +21,21 @@ def job(
   rounds: int = 120,
   outer: Outer | None = None,
   step_s: Callable[[int], Any] = jittered,
+  trainer: Callable[[int], Any] | None = None,
   **options: Any,
 ) -> InMemoryJob:
   """Toy learners whose starts are staggered; nothing has run yet."""
+  times = {"latency_s": 0.005, "transfer_s": 0.02, "merge_s": 0.01}
   made = InMemoryJob(
     exchange or Exchange(),
     outer or Outer(),
     learners,
     rounds,
-    latency_s=0.005,
-    transfer_s=0.02,
-    merge_s=0.01,
-    **options,
+    **{**times, **options},
   )
   for i in range(learners):
-    add(made, i, step_s(i), delay_s=0.3 * i)
+    trained = None if trainer is None else trainer(i)
+    add(made, i, step_s(i), delay_s=0.3 * i, trainer=trained)
   return made
 
 
@@ -45,10 +45,11 @@ def add(
   step_s: Any = 1.0,
   delay_s: float = 0.0,
   init_seed: int = 0,
+  trainer: Any = None,
 ) -> SimulatedLearner:
   return made.add(
     learner_id,
-    toy.Toy(100 + learner_id, init_seed=init_seed),
+    trainer or toy.Toy(100 + learner_id, init_seed=init_seed),
     step_s,
     roles=toy.roles,
     stacked=toy.STACKED,

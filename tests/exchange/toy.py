@@ -66,6 +66,20 @@ class Toy:
     return self._tokens, float(value)
 
 
+class Counter:
+  """Adds 1 to every parameter a step: a value says how many steps are in it."""
+
+  def __init__(self, tokens: int = 100):
+    self.params = jax.tree.map(jnp.zeros_like, init())
+    self._tokens = tokens
+    self.schedule_steps: list[int] = []
+
+  def step(self, step: int, schedule_step: int) -> tuple[int, float]:
+    self.schedule_steps.append(schedule_step)
+    self.params = jax.tree.map(lambda leaf: leaf + 1, self.params)
+    return self._tokens, 1.0
+
+
 def roles(name: str) -> str | None:
   return "embedding" if name == "embed" else None
 

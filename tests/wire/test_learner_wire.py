@@ -358,7 +358,7 @@ def test_a_network_that_swallows_everything_is_noticed(monkeypatch, connect):
   quick = {
     "grpc.keepalive_time_ms": 200,
     "grpc.http2.ping_timeout_ms": 500,
-    "grpc.http2.min_recv_ping_interval_without_data_ms": 10,
+    "grpc.http2.min_ping_interval_without_data_ms": 10,
   }
   for name in ("CLIENT_OPTIONS", "SERVER_OPTIONS"):
     options = getattr(credentials, name)

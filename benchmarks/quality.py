@@ -1,0 +1,124 @@
+"""Is the model as good as one trained tightly coupled?
+
+    python benchmarks/quality.py --quick      (three seeds, about 20 minutes)
+
+For each seed: a real job of four learners (processes over gRPC, H = P = 24,
+tau = 2, quorum 1 plus grace, padded so that the exchange fits into tau), and
+plain data-parallel training of the same model on the same number of processed
+tokens, four learners' batches to a step. Both are evaluated on the same
+held-out split, the decoupled one as the syncer's global model. One JSON line:
+
+  data_parallel, decoupled   held-out losses, a seed each
+  ratio                      median over seeds of decoupled / data-parallel
+                             (<= 1.02)
+  ratios                     of every seed
+
+The recipe is configs/quality.gin; its rates come from quality_sweep.py, on
+other seeds and on the validation split.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jobs
+
+ROOT = Path(__file__).resolve().parent
+RECIPE = "quality.gin"
+LEARNERS = 4
+# Its own best inner rate, from the sweep.
+DATA_PARALLEL = ("Optimizer.learning_rate=0.006",)
+
+
+def decoupled(seed: int, rounds: int) -> tuple[float, int, dict[str, object]]:
+  """(held-out loss, tokens processed, what else to say) of a real job."""
+  job = jobs.run(
+    f"--learners={LEARNERS}",
+    f"--rounds={rounds}",
+    f"--seed={seed}",
+    "--devices_per_host=1",
+    config=RECIPE,
+  )
+  rounds_said = job.report["rounds"]
+  more = {
+    "participation": rounds_said["participation"],
+    "discarded": job.report["discarded"],
+    "wall_s": job.report["wall_s"],
+  }
+  return job.report["eval_loss"], job.report["tokens_total"], more
+
+
+def data_parallel(seed: int, tokens: int) -> float:
+  """Held-out loss of plain training, in a process of its own."""
+  done = subprocess.run(
+    [sys.executable, __file__, "--data_parallel", str(seed), str(tokens)],
+    capture_output=True,
+    text=True,
+    env={**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": "2"},
+    check=True,
+  )
+  return float(done.stdout.strip())
+
+
+def train_data_parallel(seed: int, tokens: int) -> float:
+  """Four learners' batches to a step, for `tokens` in all."""
+  import jax
+
+  from decoupled import config as configs
+  from decoupled.data import corpus, pipeline
+  from decoupled.launch.language import LanguageTrainer, Program
+
+  recipe = str(ROOT.parent / "configs" / RECIPE)
+  config = configs.resolve([recipe], list(DATA_PARALLEL))
+  text, context = corpus.load(config.corpus), config.corpus.context
+  program = Program(config, config.batch.sequences * LEARNERS)
+  trainer = LanguageTrainer(
+    program, text.train, seed, 0, LEARNERS, shards=LEARNERS
+  )
+  for k in range(tokens // (program.sequences * context)):
+    trainer.step(k + 1, k)
+  loss = jax.jit(lambda p, b: program.task.loss(p, b, None)[0])
+  batches = pipeline.heldout_batches(text.heldout, context, 32, 32)
+  losses = [float(loss(trainer.params, batch)) for batch in batches]
+  return sum(losses) / len(losses)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--quick", action="store_true", help="three seeds")
+  parser.add_argument("--rounds", type=int, default=3600)
+  parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+  parser.add_argument("--data_parallel", nargs=2, type=int, default=None)
+  args = parser.parse_args()
+  if args.data_parallel:
+    print(train_data_parallel(*args.data_parallel))
+    return
+  seeds = args.seeds if args.quick else [*args.seeds, 3, 4]
+  ours, plain, more = [], [], []
+  for seed in seeds:
+    loss, tokens, said = decoupled(seed, args.rounds)
+    ours.append(loss)
+    plain.append(data_parallel(seed, tokens))
+    more.append(said)
+    print(
+      f"seed {seed}: {loss:.4f} / {plain[-1]:.4f} = {loss / plain[-1]:.4f}",
+      file=sys.stderr,
+    )
+  ratios = [a / b for a, b in zip(ours, plain, strict=True)]
+  jobs.say(
+    {
+      "data_parallel": plain,
+      "decoupled": ours,
+      "ratio": round(jobs.median(ratios), 4),
+      "ratios": [round(r, 4) for r in ratios],
+      "seeds": seeds,
+      "rounds": args.rounds,
+      "jobs": more,
+    }
+  )
+
+
+if __name__ == "__main__":
+  main()
