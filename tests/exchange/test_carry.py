@@ -56,21 +56,29 @@ def test_repeated_and_late_messages_count_no_step_twice(seed):
   assert (values(learner) == learner.step).all()
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("adoption", ["overwrite", "carry", "blend"])
-def test_no_storm_makes_anybody_faster_than_the_fastest(adoption, seed):
-  exchange = Exchange(H=8, P=8, adoption=adoption)
-  made = counting(
-    3, 60, exchange, fault=storms.Storm(seed, 0.15, 0.2, 0.3), merge_s=0.4
+def test_no_storm_puts_a_step_in_twice(adoption, seed):
+  """Only learner 1 makes progress: nobody may ever hold more than its steps.
+
+  It loses its connection on the way, while merges are running.
+  """
+  made = jobs.job(
+    Exchange(H=8, P=8, adoption=adoption),
+    3,
+    60,
+    outer=PLAIN,
+    trainer=lambda i: toy.Counter(amount=int(i == 1)),
+    fault=storms.Storm(seed, 0.15, 0.2, 0.3),
+    merge_s=0.4,
   )
   made.run_until(lambda: made.rounds.rounds_closed >= 20)
   made.learners[1].wire.partition()
   made.network.after(4.0, made.learners[1].wire.heal)
   made.run(3000)
   jobs.check_ended(made)
-  most = max(learner.step for learner in made.learners.values())
   for learner in made.learners.values():
-    assert values(learner).max() <= most + 1e-3
+    assert values(learner).max() <= made.learners[1].step + 1e-3
 
 
 def test_a_copy_merged_for_a_lost_connection_is_not_carried_on_again():

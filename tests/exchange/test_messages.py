@@ -1,7 +1,6 @@
 """Lost, late, repeated, reordered and poisoned messages."""
 
 import dataclasses
-import random
 
 import numpy as np
 import pytest
@@ -17,26 +16,9 @@ from decoupled.types import (
   Hello,
   Version,
 )
-from tests.exchange import jobs
+from tests.exchange import jobs, storms
 
 H8 = Exchange(H=8, P=8)
-
-
-class Storm:
-  """Loses, delays (hence reorders) and repeats messages at random."""
-
-  def __init__(self, seed, lose, delay, repeat):
-    self._draw = random.Random(seed)
-    self._lose, self._delay, self._repeat = lose, delay, repeat
-
-  def __call__(self, kind, learner_id, message):
-    if self._draw.random() < self._lose:
-      return ()
-    late = self._draw.random() < self._delay
-    delays = [self._draw.uniform(0, 3) if late else 0.0]
-    if self._draw.random() < self._repeat:
-      delays.append(self._draw.uniform(0, 3))
-    return tuple(delays)
 
 
 @settings(
@@ -62,7 +44,7 @@ def test_a_storm_of_messages_ends_in_agreement(
     exchange,
     learners=3,
     rounds=40,
-    fault=Storm(seed, lose, delay, repeat),
+    fault=storms.Storm(seed, lose, delay, repeat),
   )
   made.run(3000)
   jobs.check_ended(made)

@@ -67,16 +67,17 @@ class Toy:
 
 
 class Counter:
-  """Adds 1 to every parameter a step: a value says how many steps are in it."""
+  """Adds `amount` to every parameter a step: values tell what is in them."""
 
-  def __init__(self, tokens: int = 100):
+  def __init__(self, tokens: int = 100, amount: int = 1):
+    self._amount = amount
     self.params = jax.tree.map(jnp.zeros_like, init())
     self._tokens = tokens
     self.schedule_steps: list[int] = []
 
   def step(self, step: int, schedule_step: int) -> tuple[int, float]:
     self.schedule_steps.append(schedule_step)
-    self.params = jax.tree.map(lambda leaf: leaf + 1, self.params)
+    self.params = jax.tree.map(lambda x: x + self._amount, self.params)
     return self._tokens, 1.0
 
 
