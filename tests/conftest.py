@@ -7,7 +7,16 @@ import os
 _QUICK = "--xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
+
+# How fast a machine is says nothing about whether a property holds.
+hypothesis.settings.register_profile(
+  "any machine",
+  deadline=None,
+  suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("any machine")
 
 DEVICES = 8
 jax.config.update("jax_platforms", "cpu")
