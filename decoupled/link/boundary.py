@@ -78,8 +78,13 @@ class Session(NamedTuple):
 
 
 class Progress(NamedTuple):
-  """What a report says about the loop; replaced as a whole."""
+  """What a report says about the loop; replaced as a whole.
 
+  `incarnation` is the one whose counters these are: they may speak for no
+  other, however soon the connection is back.
+  """
+
+  incarnation: int
   step: int
   tokens: int
   versions: tuple[Version, ...]
@@ -190,6 +195,7 @@ class Boundary:
   ) -> Progress:
     """What a report may say now; counted from the start of the session."""
     return Progress(
+      0 if self._session is None else self._session.incarnation,
       step - self._session_step,
       tokens - self._session_tokens,
       tuple(self.held),

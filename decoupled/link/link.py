@@ -550,6 +550,8 @@ class Link:
     progress, session = self._progress, self._boundary.session
     if progress is None or session is None or self._lost_at is not None:
       return
+    if progress.incarnation != session.incarnation:
+      return  # counters of a lost connection; the next boundary has new ones
     self._copies.drop_older(session.term, progress.versions)
     ends = []
     while self._boundary.step_ends:

@@ -70,6 +70,11 @@ class Member:
     return self.report.versions[fragment]
 
   @property
+  def has_work(self) -> bool:
+    """Whether a copy with steps in it exists."""
+    return any(header.steps >= 1 for header in self.copies.values())
+
+  @property
   def drained(self) -> bool:
     return self.report is not None and self.report.stage is Stage.DRAINED
 

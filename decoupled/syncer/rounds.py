@@ -751,8 +751,12 @@ class Rounds:
   # --- rounds ------------------------------------------------------------
 
   def _training(self) -> list[Member]:
-    """Live learners that have finished a step since joining."""
-    return [m for m in self.membership.members() if m.stepped]
+    """Live learners that have finished a step since joining.
+
+    Or that came back with steps nobody has merged: where all have paused for
+    want of a syncer, nobody would ever finish another step.
+    """
+    return [m for m in self.membership.members() if m.stepped or m.has_work]
 
   def _floor(self) -> float | None:
     """Length of a round at the pace of the median live learner."""
