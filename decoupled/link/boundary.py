@@ -272,8 +272,8 @@ class Boundary:
     self, announcement: Announcement
   ) -> list[tuple[Version, int, Version]]:
     """Rounds that open before this (slow) learner's next boundary."""
-    if announcement.phase is not Phase.TRAINING:
-      return []
+    if announcement.phase is not Phase.TRAINING or not self._policy.tau:
+      return []  # in lock-step a learner would wait for whatever is ahead
     busy = {r.fragment for r in announcement.open}
     waited = self._clock.now() - self.announced_at
     count = schedule.rounds_ahead(
