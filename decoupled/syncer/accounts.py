@@ -23,31 +23,40 @@ class Accounts:
   def merged(
     self, member: Member, fragment: int, version: Version, tokens: int
   ) -> None:
-    """A copy that held `tokens` in total went into `version`."""
-    member.merged[fragment] = (version, tokens)
+    """A copy that held `tokens` in total goes into `version`."""
+    member.merged.setdefault(fragment, {})[version] = tokens
 
   def adopted(self, member: Member, before: Report, now: Report) -> None:
     """Settles what the adoptions between two reports left behind."""
     lost: dict[str, float] = {}
     for p, share in enumerate(self._shares):
-      if now.versions[p] == before.versions[p]:
+      old, new = before.versions[p], now.versions[p]
+      if new == old:
         continue
-      version, merged = member.merged.get(p, (None, 0))
-      settled = member.accounted.get(p, 0)
-      if version == now.versions[p]:
-        # what the overlap produced after the copy is overwritten or carried
-        cause, start = "overlap", merged
+      # versions may have been skipped, some of which included a copy
+      waiting = member.merged.pop(p, {})
+      merged = {v: tokens for v, tokens in waiting.items() if v <= new}
+      member.merged[p] = {v: n for v, n in waiting.items() if v > new}
+      settled = max([member.accounted.get(p, 0), *merged.values()])
+      if self._carries and self._succeeds(old, new):
+        member.accounted[p] = settled  # what came after it is kept
+        continue
+      if new in merged:
+        cause = "overlap"
       else:
-        cause, start = "left_out", settled
-      if self._carries and cause == "overlap":
-        member.accounted[p] = merged
-        continue
-      if self._carries and before.versions[p].term == now.versions[p].term:
-        continue  # the learner's own base: nothing is given up
-      lost[cause] = lost.get(cause, 0.0) + share * (now.tokens - start)
+        cause = "refusal" if member.spoilt.get(p) == new else "left_out"
+      lost[cause] = lost.get(cause, 0.0) + share * (now.tokens - settled)
       member.accounted[p] = now.tokens
     for cause, tokens in lost.items():
       self.discard(member.learner_id, cause, tokens)
+
+  def _succeeds(self, old: Version, new: Version) -> bool:
+    """Whether `new` was computed from `old`; else even `carry` overwrites.
+
+    A fragment is visited every P rounds; the rounds of a drain, which are
+    adopted by overwriting, lie further ahead.
+    """
+    return old.term == new.term and new.round - old.round <= len(self._shares)
 
   def left(self, member: Member, cause: str) -> None:
     """Settles an incarnation that is gone: unmerged tokens are lost."""
@@ -55,9 +64,8 @@ class Accounts:
       return
     lost = 0.0
     for p, share in enumerate(self._shares):
-      settled = max(
-        member.accounted.get(p, 0), member.merged.get(p, (None, 0))[1]
-      )
+      merged = member.merged.get(p, {}).values()
+      settled = max([member.accounted.get(p, 0), *merged])
       lost += share * max(0, member.report.tokens - settled)
     self.discard(member.learner_id, cause, lost)
 

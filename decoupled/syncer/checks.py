@@ -7,6 +7,9 @@ import numpy as np
 from decoupled.algorithm import weights
 from decoupled.types import Contribution, Manifest, Version
 
+# Reasons that speak of a broken copy, not of one that came at a wrong time.
+FAULTS = ("counters", "shape", "dtype", "nonfinite", "checksum")
+
 
 def counters_and_data(
   contribution: Contribution, manifest: Manifest, base: Version

@@ -35,7 +35,9 @@ class Member:
     copies: host copies it reported, by (term, round).
     refused: copies it must drop, with the reason.
     accounted: per fragment, tokens that are merged or counted as discarded.
-    merged: per fragment, (version, total tokens) of the last copy merged.
+    merged: per fragment, total tokens of the copies merged into versions that
+      it has not been seen to adopt yet.
+    spoilt: per fragment, the version that a faulty copy was meant for.
     clock_offset_s: syncer's clock minus the learner's, the least seen.
     announced: announcements made to it.
     changes: rises when what is wanted of it changes.
@@ -54,9 +56,10 @@ class Member:
   copies: dict[Version, CopyHeader] = dataclasses.field(default_factory=dict)
   refused: dict[CopyId, str] = dataclasses.field(default_factory=dict)
   accounted: dict[int, int] = dataclasses.field(default_factory=dict)
-  merged: dict[int, tuple[Version, int]] = dataclasses.field(
+  merged: dict[int, dict[Version, int]] = dataclasses.field(
     default_factory=dict
   )
+  spoilt: dict[int, Version] = dataclasses.field(default_factory=dict)
   clock_offset_s: float = math.inf
   announced: int = 0
   changes: int = 0
@@ -106,6 +109,13 @@ class Membership:
     self.incarnations = dict(incarnations)
     self.live: dict[int, Member] = {}
 
+  def returning(self, hello: Hello) -> Member | None:
+    """The member that claims its own id again, its connection being lost."""
+    holder = self.live.get(hello.learner_id)
+    if holder is None or holder.holder != hello.holder:
+      return None
+    return holder if holder.incarnation == hello.previous else None
+
   def claim(self, now: float, hello: Hello) -> Member:
     """Grants an id; raises Refused naming the holder of a taken one."""
     learner_id = hello.learner_id
@@ -114,12 +124,7 @@ class Membership:
         i for i in range(len(self.live) + 1) if i not in self.live
       )
     holder = self.live.get(learner_id)
-    returning = (
-      holder is not None
-      and holder.holder == hello.holder
-      and holder.incarnation == hello.previous
-    )
-    if holder is not None and not returning:
+    if holder is not None and self.returning(hello) is None:
       raise Refused(
         "claimed",
         f"learner id {learner_id} is held by {holder.holder} (incarnation "

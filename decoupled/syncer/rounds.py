@@ -286,6 +286,9 @@ class Rounds:
     if self.model is None:
       self._use(self._first_manifest(hello.tensors))
       self._started_at = now
+    returning = self.membership.returning(hello)
+    if returning is not None:
+      self._remove(returning, "closed", "the same process has joined again")
     member = self.membership.claim(now, hello)
     self._forget_copies(member.learner_id)
     self._owed.pop(member.learner_id, None)
@@ -377,7 +380,7 @@ class Rounds:
       why = "drained"
     self._log_steps(member, now=math.inf)
     if self.accounts is not None and why != "drained":
-      self.accounts.left(member, "failure" if why != "left" else "leave")
+      self.accounts.left(member, "failure")
     self.membership.remove(member.learner_id)
     self._forget_copies(member.learner_id)
     if self._seeder == member.learner_id:
@@ -505,6 +508,10 @@ class Rounds:
       member = self.membership.live.get(contribution.learner_id)
       if member is not None and reason != "fenced":
         member.refused[header.copy] = reason
+        if reason in checks.FAULTS:
+          member.spoilt[header.copy.fragment] = Version(
+            header.copy.term, header.copy.round
+          )
         self._changed(member)
       return reason
     if header.copy.round == 0:
@@ -906,6 +913,15 @@ class Rounds:
       np.array([c.header.steps for c in contributions], np.float64),
     )
     r.merging = True
+    for c in contributions:
+      # already here: its learner may die before the merge is done
+      if self.accounts is not None:
+        self.accounts.merged(
+          self.membership.live[c.learner_id],
+          r.fragment,
+          r.version,
+          c.header.total_tokens,
+        )
     closed = self.rounds_closed + (1 if r.counted else 0)
     self._jobs.append(
       MergeJob(
@@ -950,14 +966,6 @@ class Rounds:
     }
     for c in job.contributions:
       self._included[(r.fragment, c.learner_id)] = c.header.copy
-      member = self.membership.live.get(c.learner_id)
-      same = (
-        member is not None and member.incarnation == c.header.copy.incarnation
-      )
-      if member is not None and same and self.accounts is not None:
-        self.accounts.merged(
-          member, r.fragment, r.version, c.header.total_tokens
-        )
     self._received = {
       key: c
       for key, c in self._received.items()
