@@ -118,7 +118,7 @@ def main() -> None:
   parser.add_argument("--smoke", action="store_true", help="seconds, no result")
   args = parser.parse_args()
   if args.smoke:
-    args.pairs, args.steps, args.settle, args.sequences = 1, 20, 5, 4
+    args.pairs, args.steps, args.settle, args.sequences = 1, 40, 40, 8
   bindings = [*BINDINGS, f"Batch.sequences={args.sequences}"]
   program = live.compiled(configs.resolve([], bindings))
   with tempfile.TemporaryDirectory(prefix="decoupled-bench-") as name:

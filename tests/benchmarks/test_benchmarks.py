@@ -1,0 +1,82 @@
+"""Each benchmark runs and prints what it promises; nothing is timed here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.processes import environment
+
+ROOT = Path(__file__).parents[2]
+
+
+def smoke(name: str) -> dict[str, Any]:
+  """The only line that a benchmark prints with `--smoke`."""
+  done = subprocess.run(
+    [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--smoke"],
+    capture_output=True,
+    text=True,
+    timeout=240,
+    env=environment(),
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr[-2000:]
+  [line] = done.stdout.splitlines()
+  said: dict[str, Any] = json.loads(line)
+  return said
+
+
+def test_inner_overhead() -> None:
+  said = smoke("inner_overhead")
+  assert said["ratio"] > 0
+  assert said["step_s"] > 0
+  assert said["rounds_per_step"] > 0  # fragments really came and went
+
+
+def test_plain_equivalence() -> None:
+  said = smoke("plain_equivalence")
+  assert said["bit_identical_without_merges"] is True
+  assert said["max_rel_loss_diff_with_merges"] <= 1e-4
+  assert said["fragments_sent"] == 24
+  # lock-step: a learner that ran ahead would wait for a whole cycle each step
+  assert 0 < said["rounds"] < 24 * said["steps"] / 4
+
+
+def test_exchange() -> None:
+  said = smoke("exchange")
+  assert 0 < said["participation"] <= 1
+  assert said["open_to_adopt_steps"] > 0
+  assert said["rounds_per_step"] > 0
+  assert said["rounds"] == 40
+
+
+def test_survivor_gap() -> None:
+  said = smoke("survivor_gap")
+  assert said["fault"] == "slow"
+  assert said["gap_s"] > 0
+  assert said["median_step_s"] > 0
+  assert said["undisturbed"] in (True, False)
+  assert said["merged_share_over_processed_share"] > 0
+  assert {"quiet_gap_s", "rounds_to_recover", "gap_steps"} <= said.keys()
+
+
+@pytest.mark.parametrize(
+  ("merged", "at_s", "rounds"),
+  [
+    ([1, 2, 3, 4, 5, 6, 7, 8], 4.5, 0),
+    ([1, 2, 3, 4, 5, 8, 11, 12, 13, 14], 5.5, 2),
+    ([1, 2, 3, 4, 14, 15, 16, 17], 4.5, 1),
+  ],
+)
+def test_rounds_to_recover(
+  merged: list[float], at_s: float, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+  import jobs
+  import survivor_gap
+
+  events = [{"kind": "round", "counted": True, "merged": t} for t in merged]
+  assert survivor_gap.rounds_to_recover(jobs.Job({}, events), at_s) == rounds
