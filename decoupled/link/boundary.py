@@ -176,7 +176,7 @@ class Boundary:
   def seed(self, leaves: list[jax.Array], wanted: tuple[CopyId, ...]) -> None:
     """Hands the initial parameters to the syncer: version 0."""
     for copy in wanted:
-      version = Version(copy.term, -1 - copy.fragment)  # one key a fragment
+      version = _seed_key(copy)
       if version in self._extracted:
         continue
       self._extracted[version] = copy
@@ -247,6 +247,8 @@ class Boundary:
 
   def _refused(self, copy: CopyId) -> None:
     version = Version(copy.term, copy.round)
+    if copy.round == 0:
+      version = _seed_key(copy)
     if self._extracted.get(version) == copy:
       del self._extracted[version]
 
@@ -395,3 +397,8 @@ class Boundary:
     for known in (self._extracted, self._attempts):
       for version in [v for v in known if 0 <= v.round < oldest]:
         del known[version]
+
+
+def _seed_key(copy: CopyId) -> Version:
+  """Round 0 seeds every fragment: one key for each, apart from the rounds."""
+  return Version(copy.term, -1 - copy.fragment)

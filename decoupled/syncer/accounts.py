@@ -26,6 +26,13 @@ class Accounts:
     """A copy that held `tokens` in total goes into `version`."""
     member.merged.setdefault(fragment, {})[version] = tokens
 
+  def not_merged(
+    self, member: Member | None, fragment: int, version: Version
+  ) -> None:
+    """The merge into `version` had to be given up."""
+    if member is not None:
+      member.merged.get(fragment, {}).pop(version, None)
+
   def adopted(self, member: Member, before: Report, now: Report) -> None:
     """Settles what the adoptions between two reports left behind."""
     lost: dict[str, float] = {}

@@ -8,7 +8,7 @@ from decoupled.algorithm import weights
 from decoupled.types import Contribution, Manifest, Version
 
 # Reasons that speak of a broken copy, not of one that came at a wrong time.
-FAULTS = ("counters", "shape", "dtype", "nonfinite", "checksum")
+FAULTS = ("counters", "shape", "dtype", "nonfinite", "overflow", "checksum")
 
 
 def counters_and_data(

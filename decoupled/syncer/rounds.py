@@ -109,7 +109,13 @@ class Round:
 
 @dataclasses.dataclass
 class MergeJob:
-  """CPU work for one round; `run` touches nothing but this object."""
+  """CPU work for one round; `run` touches nothing but this object.
+
+  Attributes:
+    spoilt: contributions that were finite, but whose merge was not; the round
+      then closes unchanged.
+    result: the successor of the fragment, after `run`.
+  """
 
   model: GlobalModel
   round: Round
@@ -120,10 +126,18 @@ class MergeJob:
   decision: quorum.Decision
   alive: tuple[int, ...]
   closed_at: float
+  spoilt: tuple[Contribution, ...] = ()
   result: GlobalFragment | None = None
 
   def run(self) -> None:
-    self.result = self.model.merged(
+    self.result = self._merged()
+    if not checks.all_finite((*self.result.arrays, *self.result.published)):
+      self.spoilt, self.contributions = self.contributions, ()
+      self.weights = ()
+      self.result = self._merged()
+
+  def _merged(self) -> GlobalFragment:
+    return self.model.merged(
       self.round.fragment,
       self.round.version,
       self.contributions,
@@ -496,23 +510,7 @@ class Rounds:
       return ""
     reason = self._refusal(contribution)
     if reason:
-      self.refused[reason] = self.refused.get(reason, 0) + 1
-      self._events.emit(
-        "refused",
-        learner=contribution.learner_id,
-        round=header.copy.round,
-        fragment=header.copy.fragment,
-        reason=reason,
-        tokens=header.tokens,
-      )
-      member = self.membership.live.get(contribution.learner_id)
-      if member is not None and reason != "fenced":
-        member.refused[header.copy] = reason
-        if reason in checks.FAULTS:
-          member.spoilt[header.copy.fragment] = Version(
-            header.copy.term, header.copy.round
-          )
-        self._changed(member)
+      self._refuse(contribution, reason)
       return reason
     if header.copy.round == 0:
       self._seeds[header.copy.fragment] = contribution
@@ -521,6 +519,32 @@ class Rounds:
       self._received.setdefault(key, contribution)
     self._advance(now)
     return ""
+
+  def _refuse(self, contribution: Contribution, reason: str) -> None:
+    """Counts a refusal, and tells the learner to drop the copy."""
+    header = contribution.header
+    self.refused[reason] = self.refused.get(reason, 0) + 1
+    self._events.emit(
+      "refused",
+      learner=contribution.learner_id,
+      round=header.copy.round,
+      fragment=header.copy.fragment,
+      reason=reason,
+      tokens=header.tokens,
+    )
+    member = self.membership.live.get(contribution.learner_id)
+    if member is None or member.incarnation != header.copy.incarnation:
+      return
+    member.refused[header.copy] = reason
+    version = Version(header.copy.term, header.copy.round)
+    if reason in checks.FAULTS:
+      member.spoilt[header.copy.fragment] = version
+    if header.copy.round == 0 and self._seeder == member.learner_id:
+      self._note = (
+        f"waiting for version 0 from learner {member.learner_id}, whose "
+        f"fragment {header.copy.fragment} was refused: {reason}"
+      )
+    self._changed(member)
 
   def _has(self, learner_id: int, copy: CopyId) -> bool:
     """Whether exactly that copy has been accepted before."""
@@ -552,7 +576,9 @@ class Rounds:
       base = self.model.versions[copy.fragment]
     else:
       return "fragment"
-    if contribution.header.steps < 1 and (opened is None or opened.counted):
+    header = contribution.header
+    empty = header.steps < 1 or header.tokens < 1
+    if empty and (opened is None or opened.counted):
       return "counters"
     return checks.counters_and_data(contribution, self.manifest, base)
 
@@ -966,6 +992,12 @@ class Rounds:
     }
     for c in job.contributions:
       self._included[(r.fragment, c.learner_id)] = c.header.copy
+    for c in job.spoilt:
+      self._refuse(c, "overflow")
+      if self.accounts is not None:
+        self.accounts.not_merged(
+          self.membership.live.get(c.learner_id), r.fragment, r.version
+        )
     self._received = {
       key: c
       for key, c in self._received.items()

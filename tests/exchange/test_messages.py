@@ -83,6 +83,7 @@ POISONS = {
   "base": (lambda c: poison(c, base=Version(1, 99)), "base"),
   "term": (lambda c: poison(c, copy={"term": 2}), "term"),
   "zombie": (lambda c: poison(c, copy={"incarnation": 7}), "fenced"),
+  "no tokens": (lambda c: poison(c, tokens=0), "counters"),
   "no steps": (lambda c: poison(c, steps=0, tokens=0), "counters"),
   "negative": (lambda c: poison(c, tokens=-5), "counters"),
   "huge": (lambda c: poison(c, tokens=2**60), "counters"),
@@ -143,6 +144,72 @@ def test_a_refused_copy_is_extracted_anew_while_its_round_is_open():
   assert seen[0] == 0
   assert 1 in seen
   assert rounds.refused["nonfinite"] == 1
+
+
+def test_values_that_overflow_in_the_merge_never_become_global():
+  """Each is finite; their difference from the global fragment is not."""
+  made = jobs.job(H8, learners=2, rounds=40)
+  rounds, real, spoilt = made.rounds, made.rounds.contribution, []
+
+  def overflow(now, contribution):
+    header = contribution.header
+    if header.copy.round == 17:
+      spoilt.append(header.copy)
+      top = np.finfo(np.float32).max
+      contribution = poison(
+        contribution,
+        arrays=tuple(np.full_like(a, -top) for a in contribution.arrays),
+      )
+    return real(now, contribution)
+
+  rounds.contribution = overflow
+  made.run_until(lambda: rounds.rounds_closed >= 16)
+  before = {p: rounds.model.get(p).arrays for p in range(8)}
+  made.run_until(lambda: rounds.rounds_closed >= 17)
+  assert spoilt
+  fragment = rounds.model.get(0)
+  assert fragment.version == Version(1, 17)
+  for ours, old in zip(fragment.arrays, before[0], strict=True):
+    assert (ours == old).all()
+  assert rounds.refused["overflow"] == len(spoilt)
+  made.run(1000)
+  jobs.check_ended(made)
+  for p in range(8):
+    for array in rounds.model.get(p).arrays:
+      assert np.isfinite(array).all()
+  assert jobs.counted(made)[-1]["round"] == 40
+
+
+def test_a_refused_part_of_version_0_is_sent_again():
+  made = jobs.job(H8, learners=2, rounds=16)
+  real, seen = made.rounds.contribution, []
+
+  def spoil_first(now, contribution):
+    copy = contribution.header.copy
+    if copy.round == 0 and copy.fragment == 3:
+      seen.append(copy)
+      if len(seen) == 1:
+        contribution = poison(
+          contribution, arrays=with_value(contribution, np.nan)
+        )
+    return real(now, contribution)
+
+  made.rounds.contribution = spoil_first
+  made.run(100)
+  jobs.check_ended(made)
+  assert len(seen) >= 2
+
+
+def test_a_model_that_starts_with_nan_is_named_as_what_is_waited_for():
+  made = jobs.job(H8, learners=1, rounds=16)
+  params = made.learners[0].trainer.params
+  made.learners[0].trainer.params = {**params, "out": params["out"] * np.nan}
+  made.run_until(lambda: made.clock.now() > 20)
+  assert made.rounds.model.versions == (Version(0, -1),) * 8
+  note = made.rounds.announcement(made.clock.now(), 0).note
+  assert "version 0" in note
+  assert "learner 0" in note
+  assert "nonfinite" in note
 
 
 def hello(learner_id=0, holder="here:1", previous=0, **fields):
