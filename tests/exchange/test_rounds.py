@@ -202,6 +202,35 @@ def test_a_report_of_a_copy_on_another_base_makes_no_quorum():
   assert hand.announced(2.0).refused == ()
 
 
+def test_a_copy_made_ahead_is_taken_before_its_round_opens():
+  made, [hand] = training()
+  ahead = hand.header(2, 1)
+  hand.report(1.0, 1, [ahead])
+  assert hand.announced(1.0).wanted == (ahead.copy,)
+  assert hand.send(1.0, ahead) == ""
+  assert hand.announced(1.0).wanted == ()
+  assert made.next_merge() is None
+
+
+def test_a_copy_made_ahead_on_another_base_is_not_wanted():
+  made, [hand] = training()
+  stale = hand.header(2, 1, base=Version(1, -1))
+  hand.report(1.0, 1, [stale])
+  assert hand.announced(1.0).wanted == ()
+  assert hand.send(1.0, stale) == "base"
+  assert made._received == {}
+
+
+def test_a_copy_for_the_round_after_an_open_one_comes_too_early():
+  """Closing the open one will change its base."""
+  made, [hand] = training()
+  next_visit = hand.header(3, 0)
+  hand.report(1.0, 1, [next_visit])
+  assert hand.announced(1.0).wanted == ()
+  assert hand.send(1.0, next_visit) == "late"
+  assert made._received == {}
+
+
 def test_a_copy_of_an_earlier_incarnation_is_not_taken_for_its_successors():
   made, [hand] = training()
   old = hand.header(1, 0)
