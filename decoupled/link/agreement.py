@@ -29,6 +29,8 @@ class Bits(NamedTuple):
     swap: whether to hand the role over.
     held: versions held when this was written down; equal on all hosts, hence
       not fed.
+    attempts: per fragment how often the announced round had been extracted
+      then; likewise.
   """
 
   staged: tuple[Version, ...]
@@ -36,6 +38,7 @@ class Bits(NamedTuple):
   stop: bool = False
   swap: bool = False
   held: tuple[Version, ...] = ()
+  attempts: tuple[int, ...] = ()
 
   def lanes(self) -> np.ndarray:
     """int32[4P + 2], what a host feeds into the step."""
@@ -56,6 +59,7 @@ class Agreed(NamedTuple):
     swap: some host must hand over.
     held: versions held when the bits were written down: an extraction they
       ask for is void where the version has changed since.
+    attempts: likewise; void where it has been made since.
   """
 
   adopt: tuple[Version, ...]
@@ -63,12 +67,11 @@ class Agreed(NamedTuple):
   stop: bool
   swap: bool
   held: tuple[Version, ...]
+  attempts: tuple[int, ...]
 
 
-def agree(
-  low: np.ndarray, high: np.ndarray, held: tuple[Version, ...]
-) -> Agreed:
-  """Reads the minimum and the maximum over the hosts' lanes.
+def agree(low: np.ndarray, high: np.ndarray, fed: Bits) -> Agreed:
+  """Reads the minimum and the maximum over the hosts' lanes of `fed`.
 
   Adoption and extraction need minimum = maximum: all hosts must hold the same
   bytes, and a round that not every host has heard of waits a step. Stopping
@@ -80,7 +83,8 @@ def agree(
     extract=_equal(low[half:-_CONTROL], high[half:-_CONTROL]),
     stop=bool(high[-2]),
     swap=bool(high[-1]),
-    held=held,
+    held=fed.held,
+    attempts=fed.attempts,
   )
 
 
@@ -110,7 +114,7 @@ class OneHost:
 
   def exchange(self, bits: Bits) -> Agreed:
     lanes = bits.lanes()
-    return agree(lanes, lanes, bits.held)
+    return agree(lanes, lanes, bits)
 
   def pinned(self) -> tuple[Bits, ...]:
     return ()
@@ -121,12 +125,13 @@ class ByStep:
 
   The loop takes `feed` as an input of the step it dispatches and hands the
   step's (minimum, maximum) to `answer` once the step has finished; the next
-  boundary acts on it, one step late.
+  boundary acts on it, one step late. Every host must hand in the same answers
+  before the same boundary, however early it happens to have them.
   """
 
   def __init__(self, fragments: int):
     none = (NO_VERSION,) * fragments
-    self._nothing = Bits(none, none, held=none)
+    self._nothing = Bits(none, none, held=none, attempts=(0,) * fragments)
     self._fed: collections.deque[Bits] = collections.deque([self._nothing])
     self._agreed = self._no_answer()
 
@@ -138,7 +143,7 @@ class ByStep:
   def answer(self, low: np.ndarray, high: np.ndarray) -> None:
     """The collective's result for the oldest bits not yet answered."""
     fed = self._fed.popleft() if self._fed else self._nothing
-    self._agreed = agree(np.asarray(low), np.asarray(high), fed.held)
+    self._agreed = agree(np.asarray(low), np.asarray(high), fed)
 
   def exchange(self, bits: Bits) -> Agreed:
     agreed, self._agreed = self._agreed, self._no_answer()
@@ -150,4 +155,4 @@ class ByStep:
 
   def _no_answer(self) -> Agreed:
     lanes = self._nothing.lanes()
-    return agree(lanes, lanes, self._nothing.held)
+    return agree(lanes, lanes, self._nothing)

@@ -168,8 +168,10 @@ class Boundary:
         self._adopt(leaves, self._staged[p][version], step, tokens)
     self._prune()
     for p, version in enumerate(agreed.extract):
-      unchanged = agreed.held[p] == self.held[p]
-      if version != NO_VERSION and unchanged and version not in self._extracted:
+      asked = agreed.held[p], agreed.attempts[p]
+      if version == NO_VERSION:
+        continue
+      if asked == (self.held[p], self._attempts.get(version, 0)):
         self._extract(leaves, p, version, step, tokens)
     return agreed
 
@@ -305,6 +307,9 @@ class Boundary:
       stop=announcement is not None
       and announcement.phase in (Phase.DRAINING, Phase.ENDED),
       held=tuple(self.held),
+      attempts=tuple(
+        self._attempts.get(due[p], 0) if p in due else 0 for p in range(P)
+      ),
     )
 
   def _adopt(
