@@ -200,9 +200,21 @@ class Link:
     return jax.tree.unflatten(self._treedef, leaves)
 
   def visit_start(self, leaves: list[jax.Array]) -> bool:
-    """One look before the first step; True once it may be taken."""
+    """One look before the first step; True once it may be taken.
+
+    Raises:
+      Refused: the run ended while it had no parameters to train on.
+    """
     boundary = self._boundary
     announcement = boundary.announcement
+    over = announcement is not None and announcement.phase is Phase.ENDED
+    if (over or self._over) and not boundary.complete:
+      raise Refused(
+        "ended",
+        self._over
+        or f"run {self.welcome.run_id} at {self._wire.peer} has "
+        "ended before this learner had its parameters",
+      )
     if announcement is not None:
       boundary.seed(
         leaves, tuple(c for c in announcement.wanted if c.round == 0)

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from decoupled.algorithm.policy import Exchange
+from decoupled.errors import Refused
 from decoupled.syncer.settings import Limits
 from decoupled.types import Phase
 from tests.exchange import jobs, toy
@@ -185,6 +186,30 @@ def test_the_end_waits_for_a_restart_that_is_owed_but_not_for_ever():
   made.rounds.expect(at, 1, 15.0)
   made.run(1000)
   assert at + 14 < made.clock.now() < at + 25
+
+
+def test_a_run_that_ends_before_it_began_is_told_to_those_who_wait():
+  made = jobs.job(H8, learners=1, rounds=16)
+  made.rounds._plan = type(made.rounds._plan)("memory", learners=2, rounds=16)
+  made.run_until(lambda: made.clock.now() > 5)
+  made.rounds.drain(made.clock.now(), "asked for")
+  with pytest.raises(Refused, match="run memory at memory has ended before"):
+    made.run_until(lambda: made.clock.now() > 10)
+
+
+def test_a_learner_back_before_its_loss_is_noticed_takes_its_own_claim():
+  made = jobs.job(H8, learners=2, rounds=60)
+  after(made, 20)
+  wire = made.learners[1].wire
+  made.network.disconnected(wire)
+  wire._on_lost("connection reset")  # the syncer has not noticed
+  made.run(1000)
+  jobs.check_ended(made)
+  undisturbed(made, 0, 1)
+  [leave] = [e for e in made.events.of("leave") if e["why"] == "closed"]
+  assert (leave["learner"], leave["incarnation"]) == (1, 1)
+  assert "joined again" in leave["detail"]
+  assert made.learners[1].link.welcome.incarnation == 2
 
 
 @pytest.mark.parametrize("frozen", [(1,), (0, 1, 2)])
