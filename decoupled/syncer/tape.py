@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from decoupled.errors import ConfigError
 from decoupled.syncer.model import GlobalModel
 from decoupled.syncer.rounds import MergeJob
 from decoupled.types import Contribution, CopyHeader, CopyId, Version
@@ -21,7 +22,7 @@ _HEADER = "header"
 
 
 class Tape:
-  """Writes merge jobs into a folder.
+  """Writes merge jobs into a folder, beside those of earlier terms.
 
   Args:
     folder: is created.
@@ -30,10 +31,11 @@ class Tape:
 
   def __init__(self, folder: Path, limit_bytes: int = 1 << 30):
     self._folder = folder
-    self._left = limit_bytes
     self._count = 0
     self._full = False
     folder.mkdir(parents=True, exist_ok=True)
+    before = sum(path.stat().st_size for path in folder.glob("*.npz"))
+    self._left = limit_bytes - before
 
   def record(self, job: MergeJob) -> None:
     """Appends one finished job; never raises."""
@@ -46,8 +48,9 @@ class Tape:
         "the recording in %s is full after %d rounds", self._folder, self._count
       )
       return
+    name = f"{job.round.version.term:06d}-{self._count:09d}.npz"
     try:
-      (self._folder / f"{self._count:09d}.npz").write_bytes(data)
+      (self._folder / name).write_bytes(data)
     except OSError as error:
       self._full = True
       _LOG.warning("cannot record to %s: %s", self._folder, error)
@@ -65,6 +68,9 @@ def replay(folder: Path, model: GlobalModel) -> int:
 
   Returns:
     How many rounds were replayed.
+
+  Raises:
+    ConfigError: the recording does not go on from where the model stands.
   """
   count = 0
   for path in sorted(folder.glob("*.npz")):
@@ -73,6 +79,14 @@ def replay(folder: Path, model: GlobalModel) -> int:
       contributions = tuple(
         _unpack(said, i, saved) for i, said in enumerate(header["copies"])
       )
+    stands = model.get(header["fragment"]).version
+    for c in contributions:
+      if c.header.base != stands:
+        raise ConfigError(
+          f"{path} was merged into {c.header.base}, but fragment "
+          f"{header['fragment']} stands at {stands}: start from the snapshot "
+          "that the recording began with"
+        )
     successor = model.merged(
       header["fragment"],
       Version(*header["version"]),

@@ -1,8 +1,10 @@
 """The exact checks of design section 4, and replay to the bit."""
 
 import numpy as np
+import pytest
 
 from decoupled.algorithm.policy import Exchange, Outer, exchange_lines
+from decoupled.errors import ConfigError
 from decoupled.syncer import tape
 from decoupled.syncer.model import GlobalModel
 from decoupled.types import Version
@@ -70,6 +72,29 @@ def test_a_recording_replays_to_the_same_bits(tmp_path):
     assert ours.version == theirs.version
     for a, b in zip(ours.arrays, theirs.arrays, strict=True):
       assert a.tobytes() == b.tobytes()
+
+
+def test_a_recording_is_refused_by_a_model_that_stands_elsewhere(tmp_path):
+  exchange, outer = Exchange(H=8, P=8), Outer()
+  made = jobs.job(
+    exchange, learners=2, rounds=12, outer=outer, tape=tape.Tape(tmp_path)
+  )
+  made.run(1000)
+  again = GlobalModel(made.rounds.manifest, exchange, outer)
+  for p in range(8):
+    again.start(p, Version(1, 3), made.rounds.model.get(p).arrays, 0)
+  with pytest.raises(ConfigError, match="stands at"):
+    tape.replay(tmp_path, again)
+
+
+def test_a_second_recording_does_not_write_over_the_first(tmp_path):
+  for term in (1, 2):
+    made = jobs.job(
+      Exchange(H=8, P=8), learners=1, rounds=8, tape=tape.Tape(tmp_path)
+    )
+    made.rounds.term = term
+    made.run(1000)
+  assert len(list(tmp_path.glob("*.npz"))) == 2 * (8 + 8)
 
 
 def test_a_full_tape_stops_recording_and_says_so(tmp_path, caplog):
