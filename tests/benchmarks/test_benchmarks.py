@@ -53,16 +53,6 @@ def test_exchange() -> None:
   assert said["rounds"] == 40
 
 
-def test_survivor_gap() -> None:
-  said = smoke("survivor_gap")
-  assert said["fault"] == "slow"
-  assert said["gap_s"] > 0
-  assert said["median_step_s"] > 0
-  assert said["undisturbed"] in (True, False)
-  assert said["merged_share_over_processed_share"] > 0
-  assert {"quiet_gap_s", "rounds_to_recover", "gap_steps"} <= said.keys()
-
-
 @pytest.mark.parametrize(
   ("merged", "at_s", "rounds"),
   [
