@@ -22,7 +22,7 @@ H8 = Exchange(H=8, P=8)
 
 
 @settings(
-  max_examples=8,
+  max_examples=5,
   deadline=None,
   derandomize=True,
   suppress_health_check=[HealthCheck.too_slow],
@@ -96,7 +96,7 @@ POISONS = {
 @pytest.mark.parametrize("name", POISONS)
 def test_a_poisoned_contribution_is_refused_by_its_reason(name):
   spoil, reason = POISONS[name]
-  made = jobs.job(H8, learners=2, rounds=40)
+  made = jobs.job(H8, learners=2, rounds=24)
   rounds, caught = made.rounds, []
   real = rounds.contribution
 
