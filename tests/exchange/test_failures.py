@@ -265,19 +265,3 @@ def test_a_higher_term_wins_over_what_learners_hold():
   assert second.learners[0].trainer.schedule_steps[0] == 24
   assert second.learners[0].link.welcome.position == (0, 30)
   assert second.learners[0].losses[0] < 0.5 * first.learners[0].losses[0]
-
-
-def test_every_token_is_merged_or_discarded_for_a_cause():
-  made = jobs.job(Exchange(), learners=3, rounds=240)
-  after(made, 100)
-  made.kill(1)
-  jobs.add(made, 1, 1.0, delay_s=5.0)
-  made.run(1000)
-  processed = sum(made.rounds.tokens.values())
-  merged = sum(
-    tokens * e["share"]
-    for e in made.events.of("round")
-    for tokens in e["tokens"].values()
-  )
-  discarded = sum(made.rounds.accounts.discarded.values())
-  assert merged + discarded == pytest.approx(processed, rel=0.02)
