@@ -55,6 +55,7 @@ class Trained:
     schedule_step: step of the learning-rate schedule.
     position: data position after the last step.
     loss: last training loss read.
+    learning_rate: of the same step.
     step_s: durations of the newest steps.
   """
 
@@ -64,6 +65,7 @@ class Trained:
   step: int = 0
   tokens: int = 0
   loss: float = math.nan
+  learning_rate: float = math.nan
   step_s: list[float] = dataclasses.field(default_factory=list)
 
 
@@ -121,7 +123,7 @@ def train(
       done.step += 1
       done.tokens += tokens_per_step
       done.position = position
-      pace.dispatched(done.step, metrics["loss"])
+      pace.dispatched(done.step, metrics)
       rows, position = next(batches)
       batch = put_batch(rows, mesh)
       time.sleep(pad())
@@ -129,6 +131,7 @@ def train(
       if slow.factor > 1.0:
         time.sleep((slow.factor - 1.0) * (time.monotonic() - began))
       done.loss = pace.last.loss
+      done.learning_rate = pace.last.learning_rate
       params = link.boundary(
         done.state.params,
         step=done.step,

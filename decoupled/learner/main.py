@@ -30,7 +30,7 @@ from decoupled.launch.options import LearnerOptions
 from decoupled.learner import compile_cache, loop
 from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
-from decoupled.learner.optimizer import learning_rate, make_optimizer
+from decoupled.learner.optimizer import make_optimizer
 from decoupled.learner.pace import Pace
 from decoupled.link.link import Link, Patience
 from decoupled.models.task import LanguageModel
@@ -233,7 +233,7 @@ def _train(
       now.schedule_step,
       loss=now.loss,
       tokens_per_second=per_step / step_s,
-      learning_rate=_rate(config, now.schedule_step),
+      learning_rate=now.learning_rate,
       model_flop_utilisation=flop_utilisation(flops, step_s, device, mesh.size),
     )
 
@@ -261,14 +261,6 @@ def _pad(config: Config, learner_id: int) -> Callable[[], float]:
   mean, share = config.local.pad_s, config.local.jitter
   draw = random.Random(learner_id)
   return lambda: mean * (1 + share * draw.uniform(-1, 1)) if share else mean
-
-
-def _rate(config: Config, schedule_step: int) -> float:
-  """The learning rate, computed on the host (no device in the loop)."""
-  with jax.transfer_guard("allow"):
-    return float(
-      learning_rate(config.optimizer, config.schedule, schedule_step)
-    )
 
 
 def _finish(

@@ -10,6 +10,7 @@ the device and reads the metrics; the loop gets them one step late.
 import math
 import queue
 import threading
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ class Finished(NamedTuple):
   step: int
   at_s: float
   loss: float
+  learning_rate: float
 
 
 class Pace:
@@ -38,7 +40,7 @@ class Pace:
   """
 
   def __init__(self, clock: Clock):
-    self.last = Finished(0, math.nan, math.nan)
+    self.last = Finished(0, math.nan, math.nan, math.nan)
     self._clock = clock
     self._step_s = math.nan
     self._spread_s = 0.0
@@ -48,21 +50,21 @@ class Pace:
     self._previous_end = -math.inf
     self._over = threading.Condition()
     self._failure: BaseException | None = None
-    self._dispatched: queue.Queue[tuple[int, jax.Array, float] | None] = (
-      queue.Queue(2)
-    )
+    self._dispatched: queue.Queue[
+      tuple[int, Mapping[str, jax.Array], float] | None
+    ] = queue.Queue(2)
     self._thread = threading.Thread(
       target=self._watch, name="pace", daemon=True
     )
     self._thread.start()
 
-  def dispatched(self, step: int, loss: jax.Array) -> None:
-    """The loop has just dispatched `step`, whose metrics hold `loss`."""
+  def dispatched(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    """The loop has just dispatched `step`, which will yield `metrics`."""
     now = self._clock.now()
     if not math.isnan(self._woke_at):
       self._host_s = _fold(self._host_s, now - self._woke_at)
     self._started_at = now
-    self._dispatched.put((step, loss, now))
+    self._dispatched.put((step, metrics, now))
 
   def wait(self, step: int) -> None:
     """Returns when `step` has finished, or is about to.
@@ -103,9 +105,10 @@ class Pace:
 
   def _watch(self) -> None:
     while (item := self._dispatched.get()) is not None:
-      step, loss, started_at = item
+      step, metrics, started_at = item
       try:
-        value = float(jax.device_get(loss))
+        loss = float(jax.device_get(metrics["loss"]))
+        rate = float(jax.device_get(metrics["learning_rate"]))
       except Exception as error:
         with self._over:
           self._failure = error
@@ -119,7 +122,7 @@ class Pace:
       self._step_s = _fold(self._step_s, took)
       self._previous_end = now
       with self._over:
-        self.last = Finished(step, now, value)
+        self.last = Finished(step, now, loss, rate)
         self._over.notify_all()
 
 
