@@ -25,6 +25,7 @@ import gin
 from gin import config_parser
 
 from decoupled.algorithm.policy import Exchange, Outer
+from decoupled.checkpoint.settings import Checkpoint
 from decoupled.data.settings import Batch, Corpus
 from decoupled.errors import ConfigError
 from decoupled.learner.settings import Local, Mesh, Optimizer, Schedule
@@ -40,7 +41,12 @@ CONTRACT: dict[str, type] = {
   "Corpus": Corpus,
   "Batch": Batch,
 }
-LOCAL: dict[str, type] = {"Mesh": Mesh, "Local": Local, "Limits": Limits}
+LOCAL: dict[str, type] = {
+  "Mesh": Mesh,
+  "Local": Local,
+  "Limits": Limits,
+  "Checkpoint": Checkpoint,
+}
 COMPONENTS = CONTRACT | LOCAL
 
 # Each peer may keep the corpus elsewhere; the learner adds a digest line.
@@ -70,6 +76,7 @@ class Config:
   mesh: Mesh
   local: Local
   limits: Limits
+  checkpoint: Checkpoint
   origins: Mapping[str, str] = dataclasses.field(
     default_factory=dict, compare=False
   )

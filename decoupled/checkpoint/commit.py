@@ -27,6 +27,7 @@ MARKER = "COMMITTED.json"
 
 StorePath: TypeAlias = str | os.PathLike[str]
 T = TypeVar("T")
+Rank: TypeAlias = Callable[[epath.Path], int]
 
 _LOG = logging.getLogger(__name__)
 _CHUNK = 1 << 20
@@ -63,6 +64,9 @@ def save(
   write: Callable[[epath.Path], None],
   keep: int = 3,
   keep_always: Iterable[int] = (),
+  *,
+  may_commit: Callable[[], None] = lambda: None,
+  rank: Rank | None = None,
 ) -> str:
   """Writes one snapshot and commits it; then drops what is too old.
 
@@ -72,6 +76,9 @@ def save(
     write: fills an empty folder.
     keep: how many of the newest good snapshots stay.
     keep_always: numbers that stay beside these.
+    may_commit: called last before the marker; raises where the writer has
+      lost its right to write.
+    rank: orders the snapshots of a group before their numbers do.
 
   Returns:
     The path of the snapshot.
@@ -87,7 +94,7 @@ def save(
   try:
     folder.mkdir(parents=True)
     write(folder)
-    _commit(folder, number)
+    _commit(folder, number, may_commit)
   except Exception as error:
     _remove(folder)
     what = str(error).strip().splitlines() or [type(error).__name__]
@@ -95,7 +102,7 @@ def save(
       f"cannot save {folder}: {what[0]}; older snapshots are kept, free "
       "space or choose another --store"
     ) from error
-  _retain(epath.Path(group), folder, keep, frozenset(keep_always))
+  _retain(epath.Path(group), folder, keep, frozenset(keep_always), rank)
   return str(folder)
 
 
@@ -103,6 +110,7 @@ def restore(
   group: StorePath,
   read: Callable[[epath.Path], T],
   number: int | None = None,
+  rank: Rank | None = None,
 ) -> Restored | None:
   """Reads the newest good snapshot of a group.
 
@@ -110,6 +118,7 @@ def restore(
     group: folder of the group.
     read: makes a value of a folder whose hashes are right.
     number: only snapshots of this number, if given.
+    rank: as it was saved with.
 
   Returns:
     The value with its path, or None where nothing was ever committed.
@@ -119,7 +128,7 @@ def restore(
   """
   skipped: list[str] = []
   committed = False
-  for folder in _folders(epath.Path(group)):
+  for folder in folders(group, rank):
     if number is not None and _number(folder) != number:
       continue
     try:
@@ -173,7 +182,9 @@ def _verify(folder: epath.Path) -> None:
       raise Damaged(f"{folder} is damaged: {name} has other bytes than saved")
 
 
-def _commit(folder: epath.Path, number: int) -> None:
+def _commit(
+  folder: epath.Path, number: int, may_commit: Callable[[], None]
+) -> None:
   files = {}
   for path in _files(folder):
     _sync(path)
@@ -190,17 +201,22 @@ def _commit(folder: epath.Path, number: int) -> None:
   unmarked = folder / f".{MARKER}"
   unmarked.write_text(json.dumps(marker, indent=1))
   _sync(unmarked)
+  may_commit()
   unmarked.rename(folder / MARKER)
   _sync(folder)
 
 
 def _retain(
-  group: epath.Path, newest: epath.Path, keep: int, always: frozenset[int]
+  group: epath.Path,
+  newest: epath.Path,
+  keep: int,
+  always: frozenset[int],
+  rank: Rank | None,
 ) -> None:
   """Drops old snapshots; a failure here is said and does no harm."""
   try:
     kept = 0
-    for folder in _folders(group):
+    for folder in folders(group, rank):
       good = (folder / MARKER).exists()
       kept += good
       stays = good and (kept <= keep or _number(folder) in always)
@@ -210,13 +226,20 @@ def _retain(
     _LOG.warning("cannot drop old snapshots under %s: %s", group, error)
 
 
-def _folders(group: epath.Path) -> list[epath.Path]:
+def folders(group: StorePath, rank: Rank | None = None) -> list[epath.Path]:
   """Snapshot folders, newest first; of one number the last committed."""
-  if not group.exists():
+  root = epath.Path(group)
+  if not root.exists():
     return []
   found = [
-    (_number(path), _written(path), os.fspath(path), path)
-    for path in group.iterdir()
+    (
+      0 if rank is None else rank(path),
+      _number(path),
+      _written(path),
+      os.fspath(path),
+      path,
+    )
+    for path in root.iterdir()
     if _number(path) >= 0
   ]
   return [path for *_, path in sorted(found, reverse=True)]

@@ -7,6 +7,8 @@ at the start is measured on it.
 
 import dataclasses
 import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -100,7 +102,11 @@ class GlobalSnapshot:
 
 
 def save_global(
-  store: StorePath, round: int, state: GlobalSnapshot, keep: int = 3
+  store: StorePath,
+  round: int,
+  state: GlobalSnapshot,
+  keep: int = 3,
+  may_commit: Callable[[], None] = lambda: None,
 ) -> str:
   """Saves and commits one snapshot.
 
@@ -109,6 +115,8 @@ def save_global(
     round: newest round in it; 0 for version 0. Later ones win.
     state: what to save.
     keep: how many of the newest stay, version 0 apart.
+    may_commit: called last before the commit; raises where this syncer has
+      been replaced meanwhile.
 
   Returns:
     The path it was saved under.
@@ -123,7 +131,15 @@ def save_global(
     (folder / STATE).write_text(json.dumps(_to_json(state), indent=1))
     arrays.save(folder, _flat(state))
 
-  return commit.save(_group(store), round, write, keep, keep_always=(0,))
+  return commit.save(
+    _group(store),
+    round,
+    write,
+    keep,
+    keep_always=(0,),
+    may_commit=may_commit,
+    rank=_term,
+  )
 
 
 def restore_newest(store: StorePath) -> Restored | None:
@@ -135,12 +151,23 @@ def restore_newest(store: StorePath) -> Restored | None:
   Raises:
     DecoupledError: there are snapshots, but none is good.
   """
-  return commit.restore(_group(store), _read)
+  return commit.restore(_group(store), _read, rank=_term)
 
 
 def restore_version0(store: StorePath) -> Restored | None:
   """As `restore_newest`, for the parameters the run began with."""
-  return commit.restore(_group(store), _read, number=0)
+  return commit.restore(_group(store), _read, number=0, rank=_term)
+
+
+def _term(folder: epath.Path) -> int:
+  """The term that cut it: what a fenced syncer still wrote is never newest.
+
+  One that does not say is looked at first, so that it is named.
+  """
+  try:
+    return int(json.loads((folder / STATE).read_text())["term"])
+  except (OSError, ValueError, KeyError, TypeError):
+    return sys.maxsize
 
 
 def _group(store: StorePath) -> epath.Path:

@@ -215,10 +215,7 @@ class Link:
         or f"run {self.welcome.run_id} at {self._wire.peer} has "
         "ended before this learner had its parameters",
       )
-    if announcement is not None:
-      boundary.seed(
-        leaves, tuple(c for c in announcement.wanted if c.round == 0)
-      )
+    self._seed(leaves)
     boundary.visit(leaves, 0, 0)
     self._publish(0, 0, 0, self.welcome.position, Stage.JOINING, float("nan"))
     return boundary.complete and boundary.current
@@ -266,12 +263,24 @@ class Link:
     if self._fatal is not None:
       raise self._fatal
     agreed = self._boundary.visit(leaves, step, tokens)
+    self._seed(leaves)
     if agreed.stop or self._over:
       stage = Stage.DRAINED
     self._publish(step, tokens, schedule_step, position, stage, loss)
     if self._ended():
       self.done = True
     return agreed.stop or bool(self._over)
+
+  def _seed(self, leaves: list[jax.Array]) -> None:
+    """Hands over version 0 if asked: at the start, or to a new syncer.
+
+    A syncer that died before it saved anything leaves a successor without
+    parameters; it gets those that are being trained.
+    """
+    announcement = self._boundary.announcement
+    if announcement is not None:
+      wanted = tuple(c for c in announcement.wanted if c.round == 0)
+      self._boundary.seed(leaves, wanted)
 
   def waits(self, step: int) -> bool:
     """Whether the next inner step must wait (see the module docstring)."""

@@ -213,7 +213,11 @@ class Tee:
   """Hands each event to several sinks."""
 
   def __init__(self, *sinks: EventSink):
-    self._sinks = sinks
+    self._sinks = list(sinks)
+
+  def add(self, sink: EventSink) -> None:
+    """The sink gets every event from now on, after the others."""
+    self._sinks.append(sink)
 
   def emit(self, kind: str, **fields: object) -> None:
     for sink in self._sinks:

@@ -83,6 +83,7 @@ class Driver(Generic[JobT]):
     rounds: the state machine.
     clock: whose times it is given.
     changed: called on the loop's thread when announcements may have changed.
+    guard: called before anything happens; raises where it must not any more.
   """
 
   def __init__(
@@ -90,10 +91,12 @@ class Driver(Generic[JobT]):
     rounds: RoundsLike[JobT],
     clock: Clock,
     changed: Callable[[], None],
+    guard: Callable[[], None] = lambda: None,
   ):
     self.rounds = rounds
     self._clock = clock
     self._changed = changed
+    self._guard = guard
     self._seen = rounds.generation
     self._wake = asyncio.Event()
     self._ticked = -math.inf
@@ -110,6 +113,7 @@ class Driver(Generic[JobT]):
     **kwargs: P.kwargs,
   ) -> T:
     """Calls a method of `rounds` with the time, then does what follows."""
+    self._guard()
     try:
       return method(self.now(), *args, **kwargs)
     finally:
@@ -125,6 +129,7 @@ class Driver(Generic[JobT]):
     try:
       while not self.rounds.ended:
         self._wake.clear()
+        self._guard()
         if self.rounds.wake_at(self._ticked) <= self.now():
           self._ticked = self.now()
           self.rounds.tick(self._ticked)
@@ -162,6 +167,7 @@ class Driver(Generic[JobT]):
     try:
       while True:
         await loop.run_in_executor(self._pool, job.run)
+        self._guard()
         self.rounds.merged(self.now(), job)
         following = self.rounds.next_merge()
         self._settle()

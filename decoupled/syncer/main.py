@@ -1,28 +1,33 @@
-"""The syncer's process: restore, serve, save.
+"""The syncer's process: claim the run, restore, serve, save.
 
-Order at the end matters: the run has ended (every live learner holds the final
-versions) before the final snapshot is cut, and the process exits only once
-that is committed.
+The term is on disk before anything is read or served, so that no other syncer
+uses it, however soon this one dies. At the end the order matters, too: the run
+has ended (every live learner holds the final versions) before the final
+snapshot is cut, and the process exits only once that is committed.
 """
 
 import asyncio
-import functools
 import logging
 import signal
 import uuid
-from collections.abc import Callable
+from collections.abc import Coroutine
+from typing import Any
 
-from decoupled.algorithm import outer as outer_lib
 from decoupled.checkpoint import syncer_store
+from decoupled.checkpoint.commit import Restored
 from decoupled.clock import MonotonicClock
 from decoupled.config import Config, contract_lines
-from decoupled.errors import ConfigError, DecoupledError
+from decoupled.errors import ConfigError
+from decoupled.launch import affinity
 from decoupled.launch.options import SyncerOptions
 from decoupled.observe.events import EventLog, Tee
 from decoupled.observe.metrics import Metrics, RoundMetrics
+from decoupled.syncer import lease as lease_lib
+from decoupled.syncer.control import Traffic
+from decoupled.syncer.lease import Lease
 from decoupled.syncer.rounds import Plan, Rounds
 from decoupled.syncer.service import Service, serve
-from decoupled.types import Phase
+from decoupled.syncer.snapshots import Snapshots, go_on
 from decoupled.wire import credentials
 from decoupled.wire.address import Address, parse, publish_address
 
@@ -35,25 +40,32 @@ def run(config: Config, options: SyncerOptions) -> int:
   Raises:
     DecoupledError: with the line that the user reads.
   """
+  lease = lease_lib.claim(options.workdir / "lease", config.limits.lease_s)
+  try:
+    return _run(config, options, lease)
+  finally:
+    lease.release()
+
+
+def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
   clock = MonotonicClock()
-  options.workdir.mkdir(parents=True, exist_ok=True)
   started_at = options.started_at
   if started_at is None:
     started_at = clock.now()
   store = options.store or str(options.workdir / "checkpoints")
   log = EventLog(options.workdir / "events.jsonl", started_at, clock)
   metrics = Metrics(options.workdir / "metrics" / "syncer")
-  snapshot = _newest(store, options)
+  restored = _newest(store, options)
+  snapshot = restored.value if restored else None
   if snapshot is not None and 0 < options.rounds <= snapshot.rounds:
     print(f"complete: {snapshot.rounds} rounds are in {store}")
     return 0
-  seeds = _OnFirstTraining(
-    # cut here and now, before a round can close; only written elsewhere
-    lambda: functools.partial(_save, store, snapshot_of(rounds), log)
-  )
+  if snapshot is not None:
+    lease.rise_above(snapshot.term)
+  sinks = Tee(log, RoundMetrics(metrics))
   rounds = Rounds(
     Plan(
-      run_id=snapshot.run_id if snapshot else uuid.uuid4().hex[:12],
+      run_id=_run_id(snapshot, lease, options),
       learners=options.learners,
       rounds=options.rounds,
       tokens=options.tokens,
@@ -65,33 +77,43 @@ def run(config: Config, options: SyncerOptions) -> int:
     config.exchange,
     config.outer,
     config.limits,
-    term=snapshot.term + 1 if snapshot else 1,
-    events=Tee(log, RoundMetrics(metrics), seeds),
+    term=lease.term,
+    events=sinks,
     started_at=started_at,
   )
-  if snapshot is not None:
-    seeds.done = True
-    _continue(rounds, snapshot, config)
+  lease.serve(rounds.run_id)
+  if restored is not None:
+    go_on(rounds, restored.value, config.outer)
     log.emit(
       "checkpoint",
       what="restore",
-      round=snapshot.rounds,
-      path=store,
+      round=restored.value.rounds,
+      path=restored.path,
       ok=True,
       error="",
       role="syncer",
+      skipped=restored.skipped,
     )
+  snapshots = Snapshots(
+    rounds, store, config.checkpoint, log, clock, may_commit=lease.check
+  )
+  sinks.add(snapshots)
   traffic = asyncio.run(
-    serve(
-      rounds,
-      parse(options.bind),
-      _token(options),
-      started=lambda address, service: _started(options, address, service),
-      clock=clock,
-      events=log,
-      allow_remote=options.allow_remote,
-      transfer_s=config.limits.transfer_s,
-      linger_s=config.limits.drain_s,
+    _while_leased(
+      serve(
+        rounds,
+        parse(options.bind),
+        _token(options),
+        started=lambda address, service: _started(options, address, service),
+        clock=clock,
+        events=log,
+        allow_remote=options.allow_remote,
+        transfer_s=config.limits.transfer_s,
+        linger_s=config.limits.drain_s,
+        guard=lease.guard,
+      ),
+      lease,
+      config.limits.heartbeat_s,
     )
   )
   log.emit(
@@ -101,28 +123,64 @@ def run(config: Config, options: SyncerOptions) -> int:
     codec=config.exchange.codec,
   )
   if rounds.model is not None and rounds.has_history:
-    _save(store, snapshot_of(rounds), log)
+    snapshots.save()
   metrics.close()
   log.close()
   return 0
 
 
-class _OnFirstTraining:
-  """An event sink that acts once, when version 0 is complete.
+async def _while_leased(
+  serving: Coroutine[Any, Any, Traffic], lease: Lease, every_s: float
+) -> Traffic:
+  """Serves for as long as nobody else has taken the run over.
 
-  Args:
-    prepare: called at once; what it returns is run on another thread.
+  Raises:
+    Fenced: somebody has.
   """
+  service = asyncio.create_task(serving)
+  keeper = asyncio.create_task(_keep(lease, every_s))
+  try:
+    await asyncio.wait([service, keeper], return_when="FIRST_COMPLETED")
+    if not service.done():
+      keeper.result()  # raises
+    return await service
+  finally:
+    for task in (service, keeper):
+      task.cancel()
+    await asyncio.gather(service, keeper, return_exceptions=True)
 
-  def __init__(self, prepare: Callable[[], Callable[[], None]]):
-    self._prepare = prepare
-    self.done = False
 
-  def emit(self, kind: str, **fields: object) -> None:
-    if kind == "phase" and fields["phase"] == "training" and not self.done:
-      self.done = True
-      loop = asyncio.get_running_loop()
-      loop.run_in_executor(None, self._prepare())
+async def _keep(lease: Lease, every_s: float) -> None:
+  """Renews the lease until that is refused; a failing disk is no refusal."""
+  while True:
+    try:
+      await asyncio.to_thread(lease.renew)
+    except OSError as error:
+      _LOG.error("the lease could not be renewed: %s; trying again", error)
+    await asyncio.sleep(every_s)
+
+
+def _run_id(
+  snapshot: syncer_store.GlobalSnapshot | None,
+  lease: Lease,
+  options: SyncerOptions,
+) -> str:
+  """Of the snapshot; without one, of the syncer that died before it saved.
+
+  Its learners may still be there, and hold what has been trained.
+  """
+  if snapshot is not None:
+    return snapshot.run_id
+  before = lease.before
+  if before is None or before.released or options.resume == "never":
+    return uuid.uuid4().hex[:12]
+  if before.run_id:
+    _LOG.warning(
+      "%s died under term %d before it had saved anything: run %s goes on "
+      "from what its learners hold, and begins anew if none of them is left",
+      *(before.holder, before.term, before.run_id),
+    )
+  return before.run_id or uuid.uuid4().hex[:12]
 
 
 def _started(
@@ -130,6 +188,7 @@ def _started(
 ) -> None:
   """Publishes the real address and lets SIGTERM end the run in order."""
   publish_address(options.workdir / "syncer.address", address)
+  affinity.release()
   _LOG.info("syncer listens at %s", address)
   loop = asyncio.get_running_loop()
   for number in (signal.SIGTERM, signal.SIGINT):
@@ -146,86 +205,11 @@ def _token(options: SyncerOptions) -> str:
   return credentials.read_token(path)
 
 
-def _newest(
-  store: str, options: SyncerOptions
-) -> syncer_store.GlobalSnapshot | None:
+def _newest(store: str, options: SyncerOptions) -> Restored | None:
+  """The newest good snapshot, if it is to be continued."""
   if options.resume == "never":
     return None
   restored = syncer_store.restore_newest(store)
-  if restored is None:
-    if options.resume == "required":
-      raise ConfigError(
-        f"--resume=required, but there is no snapshot in {store}"
-      )
-    return None
-  for sentence in restored.skipped:
-    _LOG.warning("%s", sentence)
-  snapshot: syncer_store.GlobalSnapshot = restored.value
-  return snapshot
-
-
-def _continue(
-  rounds: Rounds, snapshot: syncer_store.GlobalSnapshot, config: Config
-) -> None:
-  rounds.restore(
-    snapshot.manifest,
-    [
-      (arrays, outer_lib.state_from_arrays(config.outer, saved))
-      for arrays, saved in zip(snapshot.fragments, snapshot.outer, strict=True)
-    ],
-    snapshot.rounds,
-    dict(snapshot.contract),
-    {i: place.incarnation for i, place in snapshot.learners.items()},
-    {i: place.position for i, place in snapshot.learners.items()},
-    snapshot.fullest,
-    {i: place.tokens for i, place in snapshot.learners.items()},
-  )
-
-
-def _save(
-  store: str, state: syncer_store.GlobalSnapshot, log: EventLog
-) -> None:
-  """Commits a snapshot of the global model; failing is loud, not fatal."""
-  path, error = "", ""
-  try:
-    path = syncer_store.save_global(store, state.rounds, state)
-  except DecoupledError as failure:
-    error = str(failure)
-    _LOG.error("%s", error)
-  log.emit(
-    "checkpoint",
-    what="save",
-    round=state.rounds,
-    path=path,
-    ok=not error,
-    error=error,
-    role="syncer",
-  )
-
-
-def snapshot_of(rounds: Rounds) -> syncer_store.GlobalSnapshot:
-  """Everything a later syncer needs to go on from here."""
-  model = rounds.model
-  assert model is not None
-  fragments = [model.get(p) for p in range(len(model.fragments))]
-  ids = set(rounds.membership.incarnations) | set(rounds.positions)
-  return syncer_store.GlobalSnapshot(
-    run_id=rounds.run_id,
-    term=rounds.term,
-    rounds=0 if rounds.phase is Phase.WAITING else rounds.rounds_closed,
-    common_step=rounds.common_step,
-    fullest=rounds.fullest,
-    versions=model.versions,
-    manifest=model.manifest,
-    contract=tuple(sorted(rounds.contract.items())),
-    fragments=tuple(f.arrays for f in fragments),
-    outer=tuple(outer_lib.state_arrays(f.outer_state) for f in fragments),
-    learners={
-      i: syncer_store.LearnerPlace(
-        incarnation=rounds.membership.incarnations.get(i, 0),
-        tokens=rounds.tokens.get(i, 0),
-        position=rounds.positions.get(i, (0, 0)),
-      )
-      for i in sorted(ids)
-    },
-  )
+  if restored is None and options.resume == "required":
+    raise ConfigError(f"--resume=required, but there is no snapshot in {store}")
+  return restored

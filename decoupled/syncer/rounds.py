@@ -764,16 +764,37 @@ class Rounds:
     if not live:
       return
     if self._seeder is None:
-      self._seeder = live[0].learner_id
+      self._seeder = self._choose_seeder(live)
+      if self._seeder is None:
+        self._note = "waiting for what the learners hold"
+        return
       self._note = f"waiting for version 0 from learner {self._seeder}"
       self._changed()
     if len(self._seeds) < self._exchange.P:
       return
     for p, seed in self._seeds.items():
-      self.model.start(p, Version(self.term, 0), seed.arrays, 0)
+      # what another syncer merged before must not be carried on
+      self.model.start(
+        p, Version(self.term, 0), seed.arrays, 0, restored=self.term > 1
+      )
     self._seeds, self._seeder = {}, None
     self.has_history = True
     self._enter(Phase.TRAINING, "every fragment has version 0")
+
+  def _choose_seeder(self, live: list[Member]) -> int | None:
+    """The lowest live id; after another syncer's death of those with history.
+
+    That one may have died before it saved anything: its learners still hold
+    the run, and fresh parameters must never win over theirs.
+
+    Returns:
+      None while it has yet to be heard what they hold.
+    """
+    if self.term > 1:
+      if any(m.report is None for m in live):
+        return None
+      live = [m for m in live if self._ready(m)] or live
+    return live[0].learner_id
 
   def _enter(self, phase: Phase, why: str) -> None:
     self.phase = phase

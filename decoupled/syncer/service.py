@@ -39,6 +39,7 @@ class Service:
     open_s: how long a control stream may take to say whose it is.
     linger_s: how long, after the end, learners may take to hear of it.
     tls: credentials of the server, None for plain text.
+    guard: see `Driver`.
   """
 
   def __init__(
@@ -54,13 +55,17 @@ class Service:
     open_s: float = 10.0,
     linger_s: float = 10.0,
     tls: grpc.ServerCredentials | None = None,
+    guard: Callable[[], None] = lambda: None,
   ):
     self.traffic = Traffic()
     self._allow_remote = allow_remote
     self._linger_s = linger_s
     self._tls = tls
     self._driver = Driver(
-      rounds, clock or MonotonicClock(), lambda: self._membership.changed()
+      rounds,
+      clock or MonotonicClock(),
+      lambda: self._membership.changed(),
+      guard,
     )
     self._membership = Membership(
       self._driver, self.traffic, max_learners, open_s
@@ -140,6 +145,7 @@ async def serve(
   max_learners: int = 1024,
   transfer_s: float = 30.0,
   linger_s: float = 10.0,
+  guard: Callable[[], None] = lambda: None,
 ) -> Traffic:
   """Serves a run from beginning to end.
 
@@ -163,6 +169,7 @@ async def serve(
     max_learners=max_learners,
     transfer_s=transfer_s,
     linger_s=linger_s,
+    guard=guard,
   )
   try:
     address = await service.start(bind)

@@ -1,0 +1,47 @@
+"""How often the parts of a job save themselves, and how much of it stays."""
+
+import dataclasses
+import math
+
+from decoupled.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """How often syncer and learners save themselves while training goes on.
+
+  Whichever interval is over first counts. A learner counts rounds in its own
+  inner steps, H / P for each. A save that is still under way when the next
+  one is due is not waited for: the next one comes after it.
+
+  Attributes:
+    every_rounds: rounds from one snapshot to the next; 0 = no such interval.
+    every_s: seconds from one snapshot to the next; 0 = no such interval.
+    keep: how many of the newest snapshots stay, beside version 0.
+  """
+
+  every_rounds: int = 100
+  every_s: float = 0.0
+  keep: int = 3
+
+  def __post_init__(self) -> None:
+    if self.every_rounds < 0:
+      raise ConfigError(
+        f"Checkpoint.every_rounds = {self.every_rounds} must be at least 0 "
+        "(0 = no such interval)"
+      )
+    if not (math.isfinite(self.every_s) and self.every_s >= 0):
+      raise ConfigError(
+        f"Checkpoint.every_s = {self.every_s} must be a number of seconds, "
+        "at least 0 (0 = no such interval)"
+      )
+    if self.keep < 1:
+      raise ConfigError(
+        f"Checkpoint.keep = {self.keep} must be at least 1: the newest one "
+        "always stays"
+      )
+
+  def due(self, rounds: float, seconds: float) -> bool:
+    """Whether to save, so long after the last time."""
+    by_rounds = 0 < self.every_rounds <= rounds
+    return by_rounds or 0 < self.every_s <= seconds
