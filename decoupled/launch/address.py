@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from decoupled.errors import Unreachable
+from decoupled.errors import ConfigError, Unreachable
 from decoupled.wire import address
 
 _POLL_S = 0.05
@@ -32,3 +32,16 @@ def resolve(spec: str, limit_s: float) -> address.Address:
       )
     time.sleep(_POLL_S)
   return found
+
+
+def published(spec: str) -> address.Address | None:
+  """What `@FILE` says at this moment; None for an address, or an empty file.
+
+  A syncer that takes over publishes its own address there.
+  """
+  if not spec.startswith("@"):
+    return None
+  try:
+    return address.published_address(Path(spec[1:]))
+  except (ConfigError, OSError):
+    return None

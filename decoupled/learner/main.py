@@ -182,7 +182,11 @@ def _link(
   )
   limits = config.limits
   wire = client.GrpcLearnerWire(
-    where, token, connect_s=limits.connect_s, transfer_s=limits.transfer_s
+    where,
+    token,
+    connect_s=limits.connect_s,
+    transfer_s=limits.transfer_s,
+    moved=lambda: address.published(options.syncer_address),
   )
   patience = Patience(
     join_s=limits.start_s + limits.connect_s, end_s=4 * limits.drain_s

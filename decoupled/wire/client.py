@@ -37,6 +37,8 @@ from decoupled.wire.stream import ControlStream, Outbox
 
 _LEAVE_S = 2.0
 _SHORTEST_S = 0.1
+_MOVED = object()
+_LOOK_S = 0.25  # how often a call that waits looks whether the syncer moved
 
 
 class GrpcLearnerWire:
@@ -52,6 +54,8 @@ class GrpcLearnerWire:
     transfer_s: how long the transfer of one fragment may take.
     clock: of the times that are sent; the same as that of reports.
     tls: credentials of the channels, None for plain text.
+    moved: the address that a syncer has published by now, None if none has;
+      asked while `hello` waits, since another syncer may have taken over.
   """
 
   def __init__(
@@ -63,19 +67,19 @@ class GrpcLearnerWire:
     transfer_s: float = 30.0,
     clock: Clock | None = None,
     tls: grpc.ChannelCredentials | None = None,
+    moved: Callable[[], Address | None] = lambda: None,
   ):
     self._address = _address(address)
-    self.peer = str(self._address)
+    self._token = token
+    self._tls = tls
+    self._moved = moved
     self._connect_s = connect_s
     self._transfer_s = transfer_s
     self._clock = clock or MonotonicClock()
     self._metadata = credentials.metadata(token)
-    self._channels = [
-      credentials.channel(self._address, token, tls),
-      credentials.channel(self._address, token, tls, bulk=True),
-    ]
-    self._membership = membership_pb2_grpc.MembershipStub(self._channels[0])
-    self._store = fragments_pb2_grpc.FragmentStoreStub(self._channels[1])
+    self._channels: list[grpc.Channel] = []
+    self._former: list[grpc.Channel] = []
+    self._dial()
     self._outbox = Outbox()
     self._stream: ControlStream | None = None
     self._welcome: Welcome | None = None
@@ -83,37 +87,92 @@ class GrpcLearnerWire:
 
   def hello(self, hello: Hello) -> Welcome:
     """Claims a learner id; see `LearnerWire`."""
-    began = time.monotonic()
-    self._connect_bulk()
-    left_s = self._connect_s - (time.monotonic() - began)
-    try:
-      reply = self._membership.Hello(
-        messages.hello_to(hello),
-        timeout=max(_SHORTEST_S, left_s),
-        metadata=self._metadata,
-        wait_for_ready=True,
-      )
-    except grpc.RpcError as error:
-      raise failure(error, self._address, self._connect_s) from None
+    deadline = time.monotonic() + self._connect_s
+    reply = None
+    while reply is None:
+      self._follow()
+      if self._connect_bulk(deadline):
+        reply = self._claim(hello, deadline)
     welcome = messages.welcome_from(reply)
     self._welcome = welcome
     codec = dict(welcome.contract).get("Exchange.codec", "float32")
     self._codec = codec.strip("'\"")
     return welcome
 
-  def _connect_bulk(self) -> None:
+  def _dial(self) -> None:
+    """Makes the channels; those before the last ones are closed.
+
+    Others may be about to call on the last ones, and must find them open.
+    """
+    for channel in self._former:
+      channel.close()
+    self._former = self._channels
+    self.peer = str(self._address)
+    self._channels = [
+      credentials.channel(self._address, self._token, self._tls),
+      credentials.channel(self._address, self._token, self._tls, bulk=True),
+    ]
+    self._membership = membership_pb2_grpc.MembershipStub(self._channels[0])
+    self._store = fragments_pb2_grpc.FragmentStoreStub(self._channels[1])
+
+  def _elsewhere(self) -> Address | None:
+    """Where the syncer is now, None if that is where it was."""
+    address = self._moved()
+    return None if address == self._address else address
+
+  def _follow(self) -> None:
+    """Dials the syncer's new address, if it has one."""
+    address = self._elsewhere()
+    if address is not None:
+      self._address = address
+      self._dial()
+
+  def _connect_bulk(self, deadline: float) -> bool:
     """Waits for the bulk connection, before anything is claimed.
 
     After a loss it would otherwise still sit out its backoff, and the first
     transfers of the new incarnation would fail at once.
+
+    Returns:
+      False if the syncer has moved meanwhile.
     """
     ready = grpc.channel_ready_future(self._channels[1])
     try:
-      ready.result(timeout=self._connect_s)
-    except grpc.FutureTimeoutError:
-      raise Unreachable(_no_answer(self._address, self._connect_s)) from None
+      return self._await(ready, deadline) is not _MOVED
     finally:
       ready.cancel()
+
+  def _claim(self, hello: Hello, deadline: float) -> Any:
+    """The answer to a hello, None if the syncer has moved meanwhile."""
+    call: Any = self._membership.Hello.future(
+      messages.hello_to(hello),
+      timeout=max(_SHORTEST_S, deadline - time.monotonic()),
+      metadata=self._metadata,
+      wait_for_ready=True,
+    )
+    try:
+      reply = self._await(call, deadline + _SHORTEST_S)
+    except grpc.RpcError as error:
+      raise failure(error, self._address, self._connect_s) from None
+    finally:
+      call.cancel()
+    return None if reply is _MOVED else reply
+
+  def _await(self, future: Any, deadline: float) -> Any:
+    """What a future yields, or _MOVED.
+
+    Raises:
+      Unreachable: neither has happened by the deadline.
+    """
+    while self._elsewhere() is None:
+      left_s = deadline - time.monotonic()
+      try:
+        return future.result(timeout=max(0.0, min(_LOOK_S, left_s)))
+      except grpc.FutureTimeoutError:
+        if left_s <= 0:
+          said = _no_answer(self._address, self._connect_s)
+          raise Unreachable(said) from None
+    return _MOVED
 
   def listen(
     self,
@@ -223,7 +282,7 @@ class GrpcLearnerWire:
     stream, self._stream = self._stream, None
     if stream is not None:
       stream.close()
-    for channel in self._channels:
+    for channel in (*self._former, *self._channels):
       channel.close()
 
   @property
