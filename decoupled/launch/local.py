@@ -6,6 +6,7 @@ and, once everybody has gone, has the result evaluated and reported.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import logging
 import signal
@@ -196,7 +197,8 @@ class _Job:
       f"--resume={self._options.resume}",
     )
     env = devices_lib.environment(None)
-    return self._role("syncer", "syncer", arguments, env, restarts=False)
+    role = self._role("syncer", "syncer", arguments, env)
+    return dataclasses.replace(role, done_at_zero=True)
 
   def _learner_role(self, learner: int, control: Path) -> Role:
     proxy = self._proxies.get(learner)
@@ -245,6 +247,10 @@ class _Job:
       if not self._draining and self._nobody_left():
         self._wind_down()
         return "no learner is left: none runs, and no restart is owed"
+    status = self._supervisor.finished("syncer")
+    if status:
+      self._see_off()
+      return f"the syncer ended with status {status}, and is not restarted"
     return self._see_off()
 
   def _turn(self) -> None:
@@ -260,14 +266,27 @@ class _Job:
       if not self._draining or self._supervisor.finished("syncer"):
         raise
     self._read_events()
-    if self._draining:
-      self._supervisor.no_more_restarts()
+    self._settle_restarts()
     now_s = time.monotonic() - self._started_at
     for fault in self._schedule.due(now_s, self._rounds_closed):
       self._injectors.inject(fault, now_s)
     self._injectors.heal_due(now_s)
     self._tell_owed()
     self._progress.update()
+
+  def _settle_restarts(self) -> None:
+    """Nobody is started again for the drain alone, but the syncer.
+
+    One that dies in the drain comes back with its last snapshot, from which
+    training goes on.
+    """
+    if self._draining:
+      self._supervisor.no_more_restarts(but=frozenset({"syncer"}))
+    elif self._was_draining:
+      self._supervisor.restarts_again()
+    self._was_draining = self._draining
+
+  _was_draining = False
 
   def _read_events(self) -> None:
     for event in self._reader.new():
@@ -277,6 +296,7 @@ class _Job:
         self._rounds_closed = max(self._rounds_closed, int(event["round"]))
       elif event["kind"] == "phase":
         self._draining = event["phase"] in ("draining", "ended")
+        self._supervisor.ready("syncer")
 
   def _tell_owed(self) -> None:
     """Asks the syncer not to end before a learner's restart is back."""

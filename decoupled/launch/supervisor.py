@@ -43,6 +43,7 @@ class Role:
     env: its whole environment.
     log: file that its output is appended to.
     restarts: whether it is started again when it dies.
+    done_at_zero: status 0 means that the job is done, struck or not.
   """
 
   name: str
@@ -50,6 +51,7 @@ class Role:
   env: Mapping[str, str]
   log: Path
   restarts: bool = True
+  done_at_zero: bool = False
 
 
 class _Process:
@@ -90,6 +92,7 @@ class Supervisor:
     self._processes: dict[str, _Process] = {}
     self._exits: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
     self._stopping = False
+    self._spared: frozenset[str] = frozenset()
 
   # ---- what is running -------------------------------------------------------
 
@@ -168,9 +171,7 @@ class Supervisor:
 
   def stop(self, limit_s: float, number: signal.Signals) -> None:
     """Sends `number` to whatever runs; SIGKILL after the limit."""
-    self._stopping = True
-    for process in self._processes.values():
-      process.start_at_s = process.owed_since_s = None
+    self.no_more_restarts()
     for number_s, wait_s in ((number, limit_s), (signal.SIGKILL, 10.0)):
       for name in self.running():
         self.send(name, number_s)
@@ -182,11 +183,16 @@ class Supervisor:
       if not self.running():
         return
 
-  def no_more_restarts(self) -> None:
-    """From now on an exit is an end."""
-    self._stopping = True
+  def no_more_restarts(self, but: frozenset[str] = frozenset()) -> None:
+    """From now on an exit is an end, except for some roles."""
+    self._stopping, self._spared = True, but
     for process in self._processes.values():
-      process.start_at_s = process.owed_since_s = None
+      if process.role.name not in but:
+        process.start_at_s = process.owed_since_s = None
+
+  def restarts_again(self) -> None:
+    """What `no_more_restarts` was said for has not come about."""
+    self._stopping, self._spared = False, frozenset()
 
   # ---- exits -----------------------------------------------------------------
 
@@ -201,7 +207,7 @@ class Supervisor:
       role=role.name,
       code=status if status >= 0 else None,
       signal=signal.Signals(-status).name if status < 0 else None,
-      planned=self._stopping,
+      planned=self._ends(role),
     )
     process.owed_since_s = None
     again = self._wants_restart(process, status)
@@ -210,10 +216,16 @@ class Supervisor:
     else:
       process.finished = status
 
+  def _ends(self, role: Role) -> bool:
+    """Whether an exit of that role is an end by now."""
+    return self._stopping and role.name not in self._spared
+
   def _wants_restart(self, process: _Process, status: int) -> bool:
     """Whether to start it again; raises RoleFailed where that is hopeless."""
     fault = process.faults.popleft() if process.faults else None
-    if self._stopping or fault is False:
+    if self._ends(process.role) or fault is False:
+      return False
+    if status == 0 and process.role.done_at_zero:
       return False
     if fault:  # injected: says nothing about the role
       return process.role.restarts or self._fail(process, status)

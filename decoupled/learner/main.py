@@ -23,8 +23,7 @@ from decoupled.checkpoint import learner_store
 from decoupled.clock import MonotonicClock
 from decoupled.config import Config, contract_lines
 from decoupled.data import corpus as corpus_lib
-from decoupled.data.pipeline import Batches, batch_spec
-from decoupled.errors import DecoupledError
+from decoupled.data.pipeline import Batches, Position, batch_spec
 from decoupled.launch import address, affinity
 from decoupled.launch.options import LearnerOptions
 from decoupled.learner import compile_cache, loop
@@ -32,6 +31,7 @@ from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
 from decoupled.learner.optimizer import make_optimizer
 from decoupled.learner.pace import Pace
+from decoupled.learner.snapshots import Place, Snapshots, compile_copy
 from decoupled.link.link import Link, Patience
 from decoupled.models.task import LanguageModel
 from decoupled.observe.events import EventLog
@@ -75,28 +75,59 @@ def run(config: Config, options: LearnerOptions) -> int:
     batch_spec(config.corpus.context, config.batch.sequences),
     mesh,
   )
-  state = steps.make_init(task, optimizer, mesh)(np.uint32(options.seed))
+  copy = compile_copy(specs.opt_state)
+  init = steps.make_init(task, optimizer, mesh)
+  state = init(np.uint32(options.seed))
   state, restored = _restore(options, specs, state)
   link = _link(config, options, state.params, task, text.digest)
   welcome = link.join(state.params)
   state = state._replace(params=link.begin(state.params))
+  if restored and restored.get("run_id", welcome.run_id) != welcome.run_id:
+    _LOG.warning(
+      "the checkpoint of learner %d is of run %s, not of %s: not used",
+      *(welcome.learner_id, restored["run_id"], welcome.run_id),
+    )
+    fresh = init(np.uint32(options.seed))
+    state, restored = state._replace(opt_state=fresh.opt_state), None
   if restored is None and welcome.has_history:
     _LOG.warning(
       "learner %d has no checkpoint: it goes on with fresh optimizer moments",
       welcome.learner_id,
     )
-  batches = _batches(config, options, text.train, welcome)
+  place = Place(_store(options), welcome.learner_id, welcome.run_id)
+  saved = Snapshots(
+    place,
+    config.checkpoint,
+    config.exchange.H / config.exchange.P,
+    copy,
+    _log(options),
+    MonotonicClock(),
+  )
+  meta = restored or {}
+  # after a death of both the syncer's snapshot may know an older place
+  unit, offset = meta.get("position", (0, 0))
+  position = max(welcome.position, (unit, offset))
+  batches = _batches(config, options, text.train, welcome.learner_id, position)
   done = loop.Trained(
     state=state,
-    schedule_step=max(
-      link.common_step, (restored or {}).get("schedule_step", 0)
-    ),
-    position=welcome.position,
+    schedule_step=max(link.common_step, meta.get("schedule_step", 0)),
+    position=position,
   )
   _say_ready(options, link, restored is not None, compiles)
   affinity.release()
-  _train(config, options, link, done, train_step, batches, mesh, task, stopping)
-  _finish(options, link, done, welcome, compiles)
+  _train(
+    config,
+    options,
+    link,
+    done,
+    saved,
+    train_step,
+    batches,
+    mesh,
+    task,
+    stopping,
+  )
+  _finish(options, link, done, saved, welcome, compiles)
   batches.close()
   return 0 if link.done else _TERMINATED
 
@@ -195,16 +226,20 @@ def _link(
 
 
 def _batches(
-  config: Config, options: LearnerOptions, text: Any, welcome: Welcome
+  config: Config,
+  options: LearnerOptions,
+  text: Any,
+  learner_id: int,
+  position: Position,
 ) -> Batches:
   return Batches(
     text,
     config.corpus.context,
     config.batch.sequences,
     seed=options.seed,
-    learner=welcome.learner_id % options.learners,
+    learner=learner_id % options.learners,
     learners=options.learners,
-    position=welcome.position,
+    position=position,
   )
 
 
@@ -213,6 +248,7 @@ def _train(
   options: LearnerOptions,
   link: Link,
   done: loop.Trained,
+  saved: Snapshots,
   train_step: steps.TrainStep,
   batches: Batches,
   mesh: jax.sharding.Mesh,
@@ -229,6 +265,7 @@ def _train(
 
   def after_step(now: loop.Trained) -> None:
     nonlocal said
+    saved.after_step(now)
     time_s = clock.now()
     if time_s - said < _METRICS_EVERY_S:
       return
@@ -271,19 +308,20 @@ def _finish(
   options: LearnerOptions,
   link: Link,
   done: loop.Trained,
+  saved: Snapshots,
   welcome: Welcome,
   compiles: compile_cache.CompileCounter,
 ) -> None:
   """Saves the inner optimizer state, says goodbye, leaves."""
   log = _log(options)
-  _save(options, done, welcome, log)
+  saved.save(done)
   step_s = sorted(done.step_s) or [0.0]
   log.emit(
     "learner_done",
     learner=welcome.learner_id,
     incarnation=link.welcome.incarnation,
-    steps=done.step,
-    tokens=done.tokens,
+    steps=done.step - link.earlier[0],
+    tokens=done.tokens - link.earlier[1],
     median_step_s=statistics.median(step_s),
     p99_step_s=step_s[int(0.99 * (len(step_s) - 1))],
     compiles=compiles.counts(),
@@ -291,38 +329,3 @@ def _finish(
   )
   link.close()
   log.close()
-
-
-def _save(
-  options: LearnerOptions,
-  done: loop.Trained,
-  welcome: Welcome,
-  log: EventLog,
-) -> None:
-  path, error = "", ""
-  try:
-    path = learner_store.save_learner(
-      _store(options),
-      welcome.learner_id,
-      done.schedule_step,
-      {"opt_state": done.state.opt_state},
-      {
-        "schedule_step": done.schedule_step,
-        "step": done.step,
-        "tokens": done.tokens,
-        "position": list(done.position),
-        "loss": done.loss,
-      },
-    )
-  except DecoupledError as failure:
-    error = str(failure)
-    _LOG.error("%s", error)
-  log.emit(
-    "checkpoint",
-    what="save",
-    round=done.schedule_step,
-    path=path,
-    ok=not error,
-    error=error,
-    role=f"learner/{welcome.learner_id}",
-  )

@@ -63,6 +63,7 @@ _RESEND_S = 2.0  # a copy still wanted this long after it was sent goes again
 _REPEAT_S = 0.5  # an unchanged report is repeated, should one have been lost
 _SAY_S = 10.0  # how often a wait says what it waits for
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
+_UNHEARD_S = 3.0  # what a syncer heard so long before its death may be lost
 _CLAIM_TRIES = 60  # an own old claim lapses with its lease, well before that
 
 WorkerFactory = Callable[
@@ -98,6 +99,11 @@ class Link:
     clock: for intervals only.
     worker: makes background workers; threads by default.
     patience: limits of waits.
+
+  Attributes:
+    done: the run has ended.
+    earlier: steps and tokens that earlier incarnations of this process have
+      reported.
   """
 
   def __init__(
@@ -139,6 +145,9 @@ class Link:
     self._staged_versions: dict[int, Version] = {}
     self._sent: dict[CopyId, float] = {}
     self._seq = 0
+    self._said_ends: collections.deque[float] = collections.deque()
+    self._said_counts = (0, 0)
+    self.earlier = (0, 0)
     self._progress: Progress | None = None
     self._published_at = 0.0
     self._fatal: DecoupledError | None = None
@@ -599,6 +608,12 @@ class Link:
         loss=progress.loss,
       )
     )
+    self._said_counts = (progress.step, progress.tokens)
+    self._said_ends.extend(ends)
+    while (
+      self._said_ends and self._said_ends[0] < self._clock.now() - _UNHEARD_S
+    ):
+      self._said_ends.popleft()
 
   # --- when the connection is lost ------------------------------------------
 
@@ -655,6 +670,12 @@ class Link:
     self.welcome = welcome
     self._copies.clear()
     self._sent.clear()
+    steps, tokens = self._said_counts
+    self.earlier = (self.earlier[0] + steps, self.earlier[1] + tokens)
+    self._said_counts = (0, 0)
+    # told once more: a syncer that died may not have logged them
+    self._boundary.step_ends.extendleft(reversed(self._said_ends))
+    self._said_ends.clear()
     self._boundary.announcement = None
     self._boundary.session = Session(welcome.incarnation, welcome.term)
     self._listen()

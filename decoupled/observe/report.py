@@ -92,6 +92,22 @@ class Learner:
   def incarnations(self) -> list[Incarnation]:
     return [self.lives[number] for number in sorted(self.lives)]
 
+  def drop_repeats(self) -> None:
+    """Drops steps that were told twice.
+
+    A learner that has lost its syncer tells the next one again of its last
+    steps, since the first may have died before it logged them. The times differ
+    by what the two know of the learner's clock.
+    """
+    last, step_s = -math.inf, 0.0
+    for life in self.incarnations:
+      new = bisect.bisect_right(life.ends, last + step_s / 2)
+      del life.ends[:new], life.step_tokens[:new]
+      if len(life.ends) > 1:
+        step_s = float(np.median(np.diff(life.ends)))
+      if life.ends:
+        last = life.ends[-1]
+
   @property
   def ends(self) -> list[float]:
     return sorted(end for life in self.lives.values() for end in life.ends)
@@ -165,6 +181,7 @@ class Timeline:
     for learner in self.learners.values():
       for life in learner.lives.values():
         life.sort()
+      learner.drop_repeats()
     self.rounds = [r for r in self.of("round") if _complete(r)]
     self.counted = [r for r in self.rounds if r.get("counted", True)]
     self.training_until = self._training_until()
@@ -336,6 +353,18 @@ class Timeline:
     else:
       later = [r["merged"] for r in self.rounds if r["term"] > term]
     failure.first_step = later[0] if later else None
+    for event in self.events:
+      t = float(event["t"])
+      if t < failure.at or (later and t > later[0]):
+        continue
+      if event["kind"] == "exit" and event.get("role") == "syncer":
+        failure.detected = t
+      elif event["kind"] == "restart" and event.get("role") == "syncer":
+        failure.cold = True
+      elif event["kind"] == "checkpoint" and event.get("what") == "restore":
+        failure.state, failure.source = t, "checkpoint"
+      elif event["kind"] == "phase" and failure.detected is not None:
+        failure.ready = t
 
   # --- quiet and disturbed -----------------------------------------------
 
@@ -534,6 +563,12 @@ def _discarded(line: Timeline) -> dict[str, float]:
     tokens = _number(event.get("tokens")) or 0.0
     cause = str(event.get("cause"))
     causes[cause] = causes.get(cause, 0.0) + tokens
+  merged_in_vain = sum(
+    float(r.get("share") or 0.0) * sum((r.get("tokens") or {}).values())
+    for r in _repeated(line)
+  )
+  if merged_in_vain:
+    causes["rollback"] = causes.get("rollback", 0.0) + merged_in_vain
   return causes
 
 
@@ -589,14 +624,25 @@ def _rounds(line: Timeline) -> dict[str, Any]:
 
 def _lost_rounds(line: Timeline) -> int:
   """Rounds that a syncer had closed and its successor had to repeat."""
-  lost, term, newest = 0, None, 0
-  for r in line.rounds:
-    if term is not None and r["term"] > term:
-      lost += max(0, newest - (r["round"] - 1))
-      newest = r["round"]
-    term = r["term"]
-    newest = max(newest, r["round"])
-  return lost
+  return len(_repeated(line))
+
+
+def _repeated(line: Timeline) -> list[Event]:
+  """The rounds that were closed under one term and again under a later one.
+
+  What a fenced syncer still closed after its successor had begun is of an
+  earlier term, too, and as lost.
+  """
+  begins: dict[int, int] = {}  # per term its first round
+  for r in line.counted:
+    begins[r["term"]] = min(r["round"], begins.get(r["term"], r["round"]))
+  return [
+    r
+    for r in line.counted
+    if any(
+      term > r["term"] and first <= r["round"] for term, first in begins.items()
+    )
+  ]
 
 
 def _failure(failure: Failure, line: Timeline) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The supervisor on real processes: deaths, restarts, failures, orphans."""
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -161,6 +162,48 @@ def test_failing_before_being_ready_names_role_cause_and_log(
     f"{learner.log}"
   )
   assert not kinds(log, "restart")
+
+
+def test_status_0_may_mean_that_the_job_is_done(supervisor, role):
+  code = (
+    "import signal, sys, time; "
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); "
+    "print('up', flush=True); time.sleep(600)"
+  )
+  syncer = dataclasses.replace(role("syncer", code), done_at_zero=True)
+  supervisor.start(syncer)
+  until(supervisor, lambda: up(syncer), "up")
+  supervisor.expect_fault("syncer", restart=True)
+  supervisor.send("syncer", signal.SIGTERM)
+  until(supervisor, lambda: supervisor.finished("syncer") == 0, "done")
+
+
+def test_at_the_end_only_who_is_needed_for_it_is_restarted(
+  supervisor, role, log
+):
+  for name in ("syncer", "learner/0"):
+    supervisor.start(role(name, FOREVER))
+  first = {name: supervisor.pid(name) for name in supervisor.running()}
+  supervisor.no_more_restarts(but=frozenset({"syncer"}))
+  for name in first:
+    supervisor.send(name, signal.SIGKILL)
+  until(
+    supervisor,
+    lambda: supervisor.pid("syncer") not in (None, first["syncer"]),
+    "restarted",
+  )
+  until(
+    supervisor,
+    lambda: supervisor.finished("learner/0") == -signal.SIGKILL,
+    "ended for good",
+  )
+  planned = {e["role"]: e["planned"] for e in kinds(log, "exit")}
+  assert planned == {"syncer": False, "learner/0": True}
+  supervisor.restarts_again()
+  supervisor.start(role("learner/1", FOREVER))
+  supervisor.ready("learner/1")
+  supervisor.send("learner/1", signal.SIGKILL)
+  until(supervisor, lambda: "learner/1" in supervisor.owed(), "owed")
 
 
 def test_a_role_that_never_restarts_fails_the_job(supervisor, role):

@@ -142,7 +142,37 @@ def test_rounds_lost_to_a_restart_of_the_syncer():
   events += [
     round_event(n, n + 9, n + 9.9, [0], [0], term=2) for n in range(4, 8)
   ]
-  assert report.build(events)["rounds"]["lost"] == 2
+  built = report.build(events)
+  assert built["rounds"]["lost"] == 2
+  # and what went into them was processed in vain
+  wasted = sum(e["share"] * sum(e["tokens"].values()) for e in events[4:6])
+  assert built["discarded"] == {"rollback": round(wasted)}
+  assert wasted > 0
+
+
+def test_a_fenced_syncer_that_closes_one_more_round_has_lost_it():
+  events = [_start()]
+  events += [round_event(n, n, n + 0.9, [0], [0]) for n in range(1, 6)]
+  events += [
+    round_event(n, n + 9, n + 9.9, [0], [0], term=2) for n in range(4, 8)
+  ]
+  events.append(round_event(6, 15.0, 15.2, [0], [0]))
+  assert report.build(events)["rounds"]["lost"] == 3
+
+
+def test_steps_that_were_told_to_two_syncers_count_once():
+  ends = [0.1 * n for n in range(1, 31)]
+  events = [
+    _start(),
+    membership(0.0, "join", 0, 1),
+    _steps(0, 1, ends[:20]),
+    membership(6.0, "join", 0, 2),
+    # the last three again, by a clock that is known less well
+    _steps(0, 2, [end + 0.03 for end in ends[17:]]),
+  ]
+  line = report.Timeline(events)
+  assert len(line.learners[0].ends) == 30
+  assert report.build(events)["learners"][0]["max_gap_s"] < 0.14
 
 
 def test_refusals_by_reason():
@@ -312,9 +342,32 @@ def test_the_syncer_is_back_with_a_round_of_a_higher_term():
   made = _one_failure(
     *(round_event(n, n, n + 0.5, [0], [0]) for n in range(1, 20)),
     _fault(20.0, "kill", "syncer"),
+    {
+      "t": 20.1,
+      "kind": "exit",
+      "role": "syncer",
+      "signal": "SIGKILL",
+      "code": None,
+      "planned": False,
+    },
+    {"t": 20.2, "kind": "restart", "role": "syncer", "attempt": 2},
+    {
+      "t": 24.0,
+      "kind": "checkpoint",
+      "what": "restore",
+      "ok": True,
+      "path": "x",
+      "round": 19,
+      "error": "",
+    },
+    {"t": 25.0, "kind": "phase", "phase": "training", "why": ""},
     round_event(20, 26.0, 26.5, [0], [0], term=2),
+    {"t": 40.0, "kind": "phase", "phase": "draining", "why": ""},
   )
   (failure,) = made["failures"]
+  assert (failure["detected_s"], failure["state_s"]) == (20.1, 24.0)
+  assert (failure["ready_s"], failure["cold"]) == (25.0, True)
+  assert failure["state_source"] == "checkpoint"
   assert failure["downtime_s"] == pytest.approx(6.51)
   assert [s["id"] for s in failure["survivors"]] == [0]
 

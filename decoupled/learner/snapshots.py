@@ -1,0 +1,150 @@
+"""A learner saves itself beside its loop.
+
+At a boundary the loop dispatches a copy of the inner optimizer's state on its
+own devices (the step that follows donates the original) and goes on. A thread
+waits for the copy, brings it to the host and commits it. Parameters are not
+saved: whoever goes on takes the run's own from the syncer.
+"""
+
+import dataclasses
+import logging
+import math
+import threading
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from decoupled.checkpoint import learner_store
+from decoupled.checkpoint.settings import Checkpoint
+from decoupled.clock import Clock
+from decoupled.errors import DecoupledError
+from decoupled.learner.loop import Trained
+from decoupled.link import background
+from decoupled.types import EventSink
+
+Copier: TypeAlias = Callable[[Any], Any]
+
+_LOG = logging.getLogger("decoupled.learner")
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """Where a learner's snapshots go.
+
+  Attributes:
+    store: folder or URL of the run's checkpoints.
+    learner_id: whose.
+    run_id: of the run they belong to.
+  """
+
+  store: str
+  learner_id: int
+  run_id: str
+
+
+def compile_copy(specs: Any) -> Copier:
+  """A copy on the devices, compiled ahead: a loop must not wait for that."""
+  copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
+  compiled: Copier = copy.lower(specs).compile()
+  return compiled
+
+
+class Snapshots:
+  """Saves a learner's inner optimizer state; at most one save at a time.
+
+  Args:
+    place: where they go.
+    settings: how often.
+    steps_per_round: H / P, the inner steps of a round.
+    copy: of the optimizer state, from `compile_copy`.
+    events: told of each save.
+    clock: for intervals only.
+  """
+
+  def __init__(
+    self,
+    place: Place,
+    settings: Checkpoint,
+    steps_per_round: float,
+    copy: Copier,
+    events: EventSink,
+    clock: Clock,
+  ):
+    self._place = place
+    self._settings = settings
+    self._steps_per_round = steps_per_round
+    self._events = events
+    self._clock = clock
+    self._copy = copy
+    self._last_step = 0
+    self._last_s = clock.now()
+    self._under_way: threading.Thread | None = None
+
+  def after_step(self, now: Trained) -> None:
+    """Begins a save if one is due and none is under way; never waits."""
+    if self._under_way is not None and self._under_way.is_alive():
+      return
+    rounds = (now.step - self._last_step) / self._steps_per_round
+    if not self._settings.due(rounds, self._clock.now() - self._last_s):
+      return
+    self._last_step, self._last_s = now.step, self._clock.now()
+    state = self._copy(now.state.opt_state)
+    for leaf in jax.tree.leaves(state):
+      leaf.copy_to_host_async()
+    self._under_way = threading.Thread(
+      target=self._beside,
+      args=(state, now.schedule_step, self._meta(now)),
+      name="snapshot",
+      daemon=True,
+    )
+    self._under_way.start()
+
+  def save(self, now: Trained) -> None:
+    """Saves the state as it is, after whatever is under way; waits."""
+    if self._under_way is not None:
+      self._under_way.join()
+    self._save(now.state.opt_state, now.schedule_step, self._meta(now))
+
+  def _beside(self, state: Any, number: int, meta: dict[str, Any]) -> None:
+    background.give_way()
+    try:
+      self._save(state, number, meta)
+    except Exception:  # a fault of the program: training goes on
+      _LOG.exception("a snapshot failed")
+
+  def _meta(self, now: Trained) -> dict[str, Any]:
+    return {
+      "run_id": self._place.run_id,
+      "schedule_step": now.schedule_step,
+      "step": now.step,
+      "tokens": now.tokens,
+      "position": list(now.position),
+      "loss": now.loss if math.isfinite(now.loss) else None,
+    }
+
+  def _save(self, state: Any, number: int, meta: dict[str, Any]) -> None:
+    """Commits a snapshot; failing is loud and counted, not fatal."""
+    path, error = "", ""
+    try:
+      path = learner_store.save_learner(
+        self._place.store,
+        self._place.learner_id,
+        number,
+        {"opt_state": state},
+        meta,
+        self._settings.keep,
+      )
+    except DecoupledError as failure:
+      error = str(failure)
+      _LOG.error("%s", error)
+    self._events.emit(
+      "checkpoint",
+      what="save",
+      round=number,
+      path=path,
+      ok=not error,
+      error=error,
+      role=f"learner/{self._place.learner_id}",
+    )
