@@ -37,6 +37,7 @@ class Command:
     define: defines its flags.
     options: makes its options from the flags and the default workdir.
     configured: whether it takes a configuration.
+    words: its positional words, as the help shows them; handed to its entry.
   """
 
   does: str
@@ -44,6 +45,7 @@ class Command:
   define: Callable[[absl_flags.FlagValues], None] = flags.none
   options: Callable[[absl_flags.FlagValues, Path], Any] | None = None
   configured: bool = False
+  words: str = ""
 
 
 COMMANDS: dict[str, Command] = {
@@ -98,6 +100,13 @@ COMMANDS: dict[str, Command] = {
     flags.evaluate_options,
     configured=True,
   ),
+  "checkpoints": Command(
+    "lists the snapshots of a run, or verifies every byte of them",
+    "decoupled.launch.checkpoints:main",
+    flags.checkpoints,
+    flags.checkpoints_options,
+    words="list|verify [PATH]",
+  ),
   "generate": Command("continues a text with what was trained"),
   "export": Command("writes what was trained in another format"),
   "report": Command(
@@ -146,12 +155,9 @@ def parse(
   Raises:
     ConfigError: an unknown flag or argument, or a value a flag cannot take.
   """
-  values = flag_values(name)
-  try:
-    _, *positional = values([f"decoupled {name}", *arguments])
-  except absl_flags.Error as error:
-    message = " ".join(str(error).split())
-    raise ConfigError(f"{message} (see `decoupled {name} --help`)") from None
+  values, positional = split(name, arguments)
+  if COMMANDS[name].words:
+    return values, [], []
   files = [word for word in positional if word.endswith(".gin")]
   rest = [word for word in positional if not word.endswith(".gin")]
   bindings = [word for word in rest if _BINDING.match(word)]
@@ -166,6 +172,23 @@ def parse(
     files += values["gin_file"].value or []
     bindings += values["gin_bindings"].value or []
   return values, files, bindings
+
+
+def split(
+  name: str, arguments: Sequence[str]
+) -> tuple[absl_flags.FlagValues, list[str]]:
+  """The flags of a command line, and its positional words.
+
+  Raises:
+    ConfigError: an unknown flag, or a value a flag cannot take.
+  """
+  values = flag_values(name)
+  try:
+    _, *positional = values([f"decoupled {name}", *arguments])
+  except absl_flags.Error as error:
+    message = " ".join(str(error).split())
+    raise ConfigError(f"{message} (see `decoupled {name} --help`)") from None
+  return values, positional
 
 
 def flag_values(name: str) -> absl_flags.FlagValues:
@@ -195,6 +218,8 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     return 0
   if command.options is None:
     raise ConfigError(f"this version does not have `decoupled {name}` yet")
+  if command.words:
+    return _call_with_words(command, *split(name, arguments))
   return _call(command, *parse(name, arguments))
 
 
@@ -215,6 +240,15 @@ def _call(
   return int(entry(config, options))
 
 
+def _call_with_words(
+  command: Command, values: absl_flags.FlagValues, words: list[str]
+) -> int:
+  assert command.options is not None
+  options = command.options(values, Path("runs") / "default")
+  module, _, function = command.entry.partition(":")
+  return int(getattr(importlib.import_module(module), function)(options, words))
+
+
 # ---- what is printed ---------------------------------------------------------
 
 
@@ -233,8 +267,10 @@ def help_for(name: str) -> str:
   """The text of `decoupled <command> --help`."""
   command = COMMANDS[name]
   takes = "[CONFIG.gin ...] [Component.param=value ...] "
+  if not command.configured:
+    takes = f"{command.words} " if command.words else ""
   lines = [
-    f"usage: decoupled {name} {takes if command.configured else ''}[flags]",
+    f"usage: decoupled {name} {takes}[flags]",
     "",
     f"{name}: {command.does}",
   ]

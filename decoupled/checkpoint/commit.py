@@ -129,7 +129,7 @@ def restore(
   skipped: list[str] = []
   committed = False
   for folder in folders(group, rank):
-    if number is not None and _number(folder) != number:
+    if number is not None and number_of(folder) != number:
       continue
     try:
       _verify(folder)
@@ -142,7 +142,9 @@ def restore(
         error = Damaged(f"{folder} cannot be read: {error}")
       skipped.append(str(error))
     else:
-      return Restored(value, os.fspath(folder), _number(folder), tuple(skipped))
+      return Restored(
+        value, os.fspath(folder), number_of(folder), tuple(skipped)
+      )
     _LOG.warning("passed over: %s", skipped[-1])
   if committed:
     raise DecoupledError(
@@ -172,7 +174,7 @@ def _verify(folder: epath.Path) -> None:
     whole = said["digest"] == _digest(said["number"], files)
   except (ValueError, KeyError, TypeError):
     whole = False
-  if not whole or said["number"] != _number(folder):
+  if not whole or said["number"] != number_of(folder):
     raise Damaged(f"{folder} is damaged: {MARKER} is not what was written")
   for name, expected in files.items():
     path = folder / name
@@ -219,7 +221,7 @@ def _retain(
     for folder in folders(group, rank):
       good = (folder / MARKER).exists()
       kept += good
-      stays = good and (kept <= keep or _number(folder) in always)
+      stays = good and (kept <= keep or number_of(folder) in always)
       if folder != newest and not stays:
         _remove(folder)
   except OSError as error:
@@ -234,18 +236,24 @@ def folders(group: StorePath, rank: Rank | None = None) -> list[epath.Path]:
   found = [
     (
       0 if rank is None else rank(path),
-      _number(path),
+      number_of(path),
       _written(path),
       os.fspath(path),
       path,
     )
     for path in root.iterdir()
-    if _number(path) >= 0
+    if number_of(path) >= 0
   ]
   return [path for *_, path in sorted(found, reverse=True)]
 
 
-def _number(folder: epath.Path) -> int:
+def is_snapshot(folder: epath.Path) -> bool:
+  """Whether a folder is named like a snapshot."""
+  return number_of(folder) >= 0
+
+
+def number_of(folder: epath.Path) -> int:
+  """The number in a snapshot's name, -1 for any other name."""
   head, _, attempt = folder.name.partition("-")
   return int(head) if head.isdigit() and attempt else -1
 

@@ -138,7 +138,7 @@ def save_global(
     keep,
     keep_always=(0,),
     may_commit=may_commit,
-    rank=_term,
+    rank=term_of,
   )
 
 
@@ -151,15 +151,15 @@ def restore_newest(store: StorePath) -> Restored | None:
   Raises:
     DecoupledError: there are snapshots, but none is good.
   """
-  return commit.restore(_group(store), _read, rank=_term)
+  return commit.restore(_group(store), _read, rank=term_of)
 
 
 def restore_version0(store: StorePath) -> Restored | None:
   """As `restore_newest`, for the parameters the run began with."""
-  return commit.restore(_group(store), _read, number=0, rank=_term)
+  return commit.restore(_group(store), _read, number=0, rank=term_of)
 
 
-def _term(folder: epath.Path) -> int:
+def term_of(folder: epath.Path) -> int:
   """The term that cut it: what a fenced syncer still wrote is never newest.
 
   One that does not say is looked at first, so that it is named.

@@ -8,6 +8,7 @@ from absl import flags
 
 from decoupled.errors import ConfigError
 from decoupled.launch.options import (
+  CheckpointsOptions,
   DoctorOptions,
   EvaluateOptions,
   JobOptions,
@@ -121,6 +122,12 @@ def config(values: flags.FlagValues) -> None:
   _define(flags.DEFINE_boolean, values)("json", False, "print JSON, not gin")
 
 
+def checkpoints(values: flags.FlagValues) -> None:
+  _workdir(values, "of the run (default: runs/default)")
+  _store(values)
+  _define(flags.DEFINE_boolean, values)("json", False, "print JSON, no table")
+
+
 def job(values: flags.FlagValues) -> None:
   _workdir(values, "of the job")
 
@@ -213,6 +220,14 @@ def doctor_options(values: flags.FlagValues, default: Path) -> DoctorOptions:
     workdir=_path(values, default),
     learners=_get(values, "learners"),
     devices_per_host=_get(values, "devices_per_host"),
+  )
+
+
+def checkpoints_options(
+  values: flags.FlagValues, default: Path
+) -> CheckpointsOptions:
+  return CheckpointsOptions(
+    _path(values, default), _get(values, "store"), bool(_get(values, "json"))
   )
 
 

@@ -198,7 +198,9 @@ class _Job:
     )
     env = devices_lib.environment(None)
     role = self._role("syncer", "syncer", arguments, env)
-    return dataclasses.replace(role, done_at_zero=True)
+    # whatever was asked of the job: a restart goes on with what there is
+    again = ("--resume=auto",)
+    return dataclasses.replace(role, done_at_zero=True, again=again)
 
   def _learner_role(self, learner: int, control: Path) -> Role:
     proxy = self._proxies.get(learner)
@@ -297,6 +299,7 @@ class _Job:
       elif event["kind"] == "phase":
         self._draining = event["phase"] in ("draining", "ended")
         self._supervisor.ready("syncer")
+        self._told_owed = frozenset()  # it may be a new one, which knows none
 
   def _tell_owed(self) -> None:
     """Asks the syncer not to end before a learner's restart is back."""

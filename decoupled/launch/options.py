@@ -141,6 +141,21 @@ class DoctorOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckpointsOptions:
+  """`decoupled checkpoints`: which snapshots, unless a path is named.
+
+  Attributes:
+    workdir: of the run.
+    store: URL of the checkpoints ("" = `<workdir>/checkpoints`).
+    as_json: print JSON instead of a table.
+  """
+
+  workdir: Path
+  store: str = ""
+  as_json: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class JobOptions:
   """`status`, `stop`, `report`: which job.
 

@@ -44,6 +44,8 @@ class Role:
     log: file that its output is appended to.
     restarts: whether it is started again when it dies.
     done_at_zero: status 0 means that the job is done, struck or not.
+    again: further arguments when it is started again; they overrule earlier
+      ones.
   """
 
   name: str
@@ -52,6 +54,7 @@ class Role:
   log: Path
   restarts: bool = True
   done_at_zero: bool = False
+  again: tuple[str, ...] = ()
 
 
 class _Process:
@@ -271,7 +274,7 @@ class Supervisor:
       process.log_start = log.tell()
       # A session of its own: Ctrl-C reaches the runner, which drains first.
       popen = subprocess.Popen(
-        role.argv,
+        role.argv if process.attempt == 1 else (*role.argv, *role.again),
         env=env,
         stdin=subprocess.DEVNULL,
         stdout=log,

@@ -66,6 +66,7 @@ FLAGS = {
   | {"workdir", "store", "devices_per_host", "seed", "started_at"},
   "doctor": _CONFIG | {"workdir", "learners", "devices_per_host"},
   "config": _CONFIG | {"json"},
+  "checkpoints": {"workdir", "store", "json"},
   "status": {"workdir"},
   "stop": {"workdir", "limit_s"},
   "report": {"workdir"},

@@ -164,6 +164,23 @@ def test_failing_before_being_ready_names_role_cause_and_log(
   assert not kinds(log, "restart")
 
 
+def test_a_restart_may_have_arguments_of_its_own(supervisor, role):
+  code = "import sys, time; print(*sys.argv, flush=True); time.sleep(600)"
+  learner = role("learner/0", code)
+  learner = dataclasses.replace(
+    learner, argv=(*learner.argv, "--up=1"), again=("--up=2",)
+  )
+  supervisor.start(learner)
+  until(supervisor, lambda: up(learner), "up")
+  supervisor.expect_fault("learner/0", restart=True)
+  supervisor.send("learner/0", signal.SIGKILL)
+  until(supervisor, lambda: "--up=2" in learner.log.read_text(), "again")
+  assert learner.log.read_text().splitlines() == [
+    "-c --up=1",
+    "-c --up=1 --up=2",
+  ]
+
+
 def test_status_0_may_mean_that_the_job_is_done(supervisor, role):
   code = (
     "import signal, sys, time; "
