@@ -5,14 +5,35 @@ import numpy as np
 from decoupled.algorithm.policy import Outer
 from decoupled.checkpoint import syncer_store
 from decoupled.checkpoint.settings import Checkpoint
+from decoupled.launch.in_memory import Recorder
 from decoupled.observe.events import Tee
 from decoupled.syncer.rounds import Plan, Rounds
 from decoupled.syncer.settings import Limits
 from decoupled.syncer.snapshots import Snapshots, go_on
 
 
+class Timed(Recorder):
+  """Keeps events with their times, as the log of a run does."""
+
+  clock = None
+
+  def emit(self, kind, **fields):
+    t = self.clock.now() if self.clock is not None else 0.0
+    super().emit(kind, t=t, **fields)
+
+
 def at_once(work):
   work()
+
+
+def save_quickly(folder, tree):
+  """What Orbax does, in a hundredth of the time; it has tests of its own."""
+  np.savez(folder / "arrays.npz", **tree)
+
+
+def restore_quickly(folder):
+  with np.load(folder / "arrays.npz") as found:
+    return dict(found)
 
 
 def saving(made, store, start=at_once, **settings):

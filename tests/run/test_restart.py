@@ -85,8 +85,10 @@ def test_syncer_and_learner_die_then_everything_and_the_run_goes_on(
   assert {e["term"] for e in third} == {3}
   assert third[0]["round"] == restored["round"] + 1
   for learner in (0, 1):
-    steps = [e for e in of("steps", after) if e["learner"] == learner]
-    earlier = [e for e in of("steps", before) if e["learner"] == learner]
+    steps, earlier = (
+      [e for e in of("steps", job) if e["learner"] == learner and e["step"]]
+      for job in (after, before)
+    )
     # step of the learning rate, data position and loss go on
     began = steps[0]["schedule_step"] - steps[0]["step"]
     assert began >= restored["round"]
