@@ -64,6 +64,8 @@ _REPEAT_S = 0.5  # an unchanged report is repeated, should one have been lost
 _SAY_S = 10.0  # how often a wait says what it waits for
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
 _UNHEARD_S = 3.0  # what a syncer heard so long before its death may be lost
+# An own old claim; or, at the address of a dead syncer, somebody else's.
+_PASSING = ("claimed", "unauthenticated")
 _CLAIM_TRIES = 60  # an own old claim lapses with its lease, well before that
 
 WorkerFactory = Callable[
@@ -645,7 +647,7 @@ class Link:
     except Refused as error:
       if error.reason == "ended":
         self._over = str(error)
-      elif error.reason != "claimed" or key > _CLAIM_TRIES:
+      elif error.reason not in _PASSING or key > _CLAIM_TRIES:
         self._fatal = error
       if self._over or self._fatal is not None:
         self._wake.set()
