@@ -122,12 +122,6 @@ def config(values: flags.FlagValues) -> None:
   _define(flags.DEFINE_boolean, values)("json", False, "print JSON, not gin")
 
 
-def checkpoints(values: flags.FlagValues) -> None:
-  _workdir(values, "of the run (default: runs/default)")
-  _store(values)
-  _define(flags.DEFINE_boolean, values)("json", False, "print JSON, no table")
-
-
 def job(values: flags.FlagValues) -> None:
   _workdir(values, "of the job")
 
@@ -137,6 +131,12 @@ def stop(values: flags.FlagValues) -> None:
   _define(flags.DEFINE_float, values)(
     "limit_s", 120.0, "how long to wait until it has ended", lower_bound=0.0
   )
+
+
+def checkpoints(values: flags.FlagValues) -> None:
+  _workdir(values, "of the run (default: runs/default)")
+  _store(values)
+  _define(flags.DEFINE_boolean, values)("json", False, "print JSON, no table")
 
 
 # ---- options -----------------------------------------------------------------
@@ -223,17 +223,17 @@ def doctor_options(values: flags.FlagValues, default: Path) -> DoctorOptions:
   )
 
 
+def job_options(values: flags.FlagValues, default: Path) -> JobOptions:
+  limit_s = _get(values, "limit_s") if "limit_s" in values else 60.0
+  return JobOptions(_path(values, default), limit_s)
+
+
 def checkpoints_options(
   values: flags.FlagValues, default: Path
 ) -> CheckpointsOptions:
   return CheckpointsOptions(
     _path(values, default), _get(values, "store"), bool(_get(values, "json"))
   )
-
-
-def job_options(values: flags.FlagValues, default: Path) -> JobOptions:
-  limit_s = _get(values, "limit_s") if "limit_s" in values else 60.0
-  return JobOptions(_path(values, default), limit_s)
 
 
 def _get(values: flags.FlagValues, name: str) -> Any:

@@ -66,10 +66,10 @@ FLAGS = {
   | {"workdir", "store", "devices_per_host", "seed", "started_at"},
   "doctor": _CONFIG | {"workdir", "learners", "devices_per_host"},
   "config": _CONFIG | {"json"},
-  "checkpoints": {"workdir", "store", "json"},
   "status": {"workdir"},
   "stop": {"workdir", "limit_s"},
   "report": {"workdir"},
+  "checkpoints": {"workdir", "store", "json"},
 }
 LATER = {
   "standby",
