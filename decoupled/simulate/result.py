@@ -25,6 +25,7 @@ class Cell:
     low: lower end of the 95 % interval of `simulated`.
     high: its upper end.
     note: what a reader has to know about this cell.
+    subject: whose figure it is, where policy and chips do not say it.
     quantity: what the figure is.
     unit: its unit, "" for a fraction.
     mode: which set of assumptions it belongs to, where a preset has several.
@@ -39,6 +40,7 @@ class Cell:
   low: float
   high: float
   note: str = ""
+  subject: str = ""
   quantity: str = "goodput"
   unit: str = ""
   mode: str = ""
