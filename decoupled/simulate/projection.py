@@ -125,6 +125,48 @@ def best_standbys(
   )
 
 
+def erlang_b(load: float, servers: int) -> float:
+  """Share of requests that find all servers busy (Erlang's loss formula).
+
+  Exact for any distribution of the time a server is busy: here a standby
+  until a machine takes its place in the pool again.
+
+  Args:
+    load: requests that arrive in the mean time a server is busy.
+    servers: how many there are.
+  """
+  _above("load", load)
+  blocked = 1.0
+  for server in range(1, servers + 1):
+    blocked = load * blocked / (server + load * blocked)
+  return blocked
+
+
+def best_pool(
+  per_s: float, back_s: float, saved_chip_s: float, host_chips: int
+) -> tuple[int, float]:
+  """The pool of standbys beyond which one more costs more than it saves.
+
+  Unlike `standby_gain`, any number of machines may be away at once, so that
+  it holds where repairs take longer than the time between failures.
+
+  Args:
+    per_s: failures a second that a standby could take over.
+    back_s: until a used standby is replaced.
+    saved_chip_s: chip-seconds that a standby saves per failure.
+    host_chips: chips of a standby, all of them waste while it waits.
+
+  Returns:
+    Standbys, and the share of failures that finds one.
+  """
+  load, standbys, empty = per_s * back_s, 0, 1.0
+  while True:
+    next_empty = load * empty / (standbys + 1 + load * empty)  # erlang_b
+    if per_s * saved_chip_s * (empty - next_empty) <= host_chips:
+      return standbys, 1 - empty
+    standbys, empty = standbys + 1, next_empty
+
+
 def _above(name: str, value: float) -> None:
   if not (math.isfinite(value) and value > 0):
     raise ConfigError(f"{name} = {value:g} must be above 0 and finite")

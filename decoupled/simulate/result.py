@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from decoupled.errors import ConfigError
@@ -82,16 +83,18 @@ class PresetResult:
 
 def as_json(result: PresetResult) -> dict[str, Any]:
   """The result as plain data; a figure that is not finite becomes None."""
-  table: dict[str, Any] = dataclasses.asdict(result)
-  table["cells"] = [
-    {key: _finite(value) for key, value in cell.items()}
-    for cell in table["cells"]
-  ]
-  table["constants"] = {k: _finite(v) for k, v in table["constants"].items()}
+  table: dict[str, Any] = plain(result)
   return table
 
 
-def _finite(value: Any) -> Any:
-  return (
-    None if isinstance(value, float) and not math.isfinite(value) else value
-  )
+def plain(value: Any) -> Any:
+  """Dataclasses, containers and numbers as what JSON has."""
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    value = dataclasses.asdict(value)
+  if isinstance(value, Mapping):
+    return {key: plain(item) for key, item in value.items()}
+  if isinstance(value, list | tuple):
+    return [plain(item) for item in value]
+  if isinstance(value, float) and not math.isfinite(value):
+    return None
+  return value

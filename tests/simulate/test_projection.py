@@ -132,14 +132,14 @@ def test_the_literal_reading_is_not_what_was_published(
 
 def test_both_formulas_are_shown(result: PresetResult) -> None:
   linear = _find(result, "literal", "1 - D/MTTF", "Megatron-LM", 131_072)
-  right = _find(result, "literal", "goodput", "Megatron-LM", 131_072)
+  right = _find(result, "literal", "MTTF/(MTTF+D)", "Megatron-LM", 131_072)
   assert linear.simulated < right.simulated
 
 
 def test_what_the_paper_leaves_out_costs_more(result: PresetResult) -> None:
   for subject in trainmover_64k.CALIBRATED_S:
-    literal = _find(result, "literal", "goodput", subject, 65_536)
-    complete = _find(result, "complete", "goodput", subject, 65_536)
+    literal = _find(result, "literal", "MTTF/(MTTF+D)", subject, 65_536)
+    complete = _find(result, "complete", "MTTF/(MTTF+D)", subject, 65_536)
     assert complete.simulated < literal.simulated
 
 
@@ -166,3 +166,26 @@ def test_times_have_to_be_above_zero(value: float) -> None:
 def test_an_unknown_policy_is_no_cell() -> None:
   with pytest.raises(ConfigError, match="must be one of dp_rigid"):
     Cell("best", 1, 1, 0.5, None, False, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(
+  ("load", "servers", "blocked"),
+  [(1.0, 1, 0.5), (2.0, 2, 0.4), (10.0, 10, 0.21458), (3.0, 0, 1.0)],
+)
+def test_erlangs_loss_formula(
+  load: float, servers: int, blocked: float
+) -> None:
+  assert projection.erlang_b(load, servers) == pytest.approx(blocked, rel=1e-4)
+
+
+def test_the_best_pool_is_where_one_more_no_longer_pays() -> None:
+  per_s, back_s, saved, host = 1 / 200, 3600.0, 30_000.0, 4
+  best, served = projection.best_pool(per_s, back_s, saved, host)
+
+  def worth(standbys: int) -> float:
+    empty = projection.erlang_b(per_s * back_s, standbys)
+    return per_s * saved * (1 - empty) - host * standbys
+
+  assert best == max(range(200), key=worth)
+  assert served == pytest.approx(1 - projection.erlang_b(per_s * back_s, best))
+  assert projection.best_pool(per_s, back_s, 1.0, host) == (0, 0.0)
