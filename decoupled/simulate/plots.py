@@ -1,0 +1,230 @@
+"""Pictures of what was simulated; matplotlib is loaded when one is asked for.
+
+Points are published figures, lines and bars simulated ones with their 95 %
+intervals.
+"""
+
+import importlib
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from decoupled.errors import DecoupledError
+from decoupled.simulate.result import Cell, PresetResult
+
+_DPI = 120
+
+
+def available() -> None:
+  """Raises DecoupledError, with the command to type, without matplotlib."""
+  try:
+    importlib.import_module("matplotlib")
+  except ImportError:
+    raise DecoupledError(
+      "--plot needs matplotlib: pip install 'decoupled-diloco[plots]', or pip "
+      "install matplotlib"
+    ) from None
+
+
+def writable(path: str) -> Path:
+  """The path of a PNG that can be written.
+
+  Raises:
+    DecoupledError: it is no .png, or its folder is not there.
+  """
+  target = Path(path)
+  if target.suffix.lower() != ".png":
+    raise DecoupledError(f"--plot={path} must end in .png")
+  if not target.parent.is_dir():
+    raise DecoupledError(f"--plot={path}: there is no folder {target.parent}")
+  return target
+
+
+def preset(result: PresetResult, path: str) -> None:
+  """Writes the picture of a preset.
+
+  Quantities that change over chips are lines; others are bars, a cell each.
+
+  Raises:
+    DecoupledError: no matplotlib, or a path that cannot be written.
+  """
+  available()
+  save(figure(result), path)
+
+
+def png(result: PresetResult) -> bytes:
+  """The picture of a preset as the bytes of a PNG, for notebooks."""
+  available()
+  data = io.BytesIO()
+  figure(result).savefig(data, format="png", dpi=_DPI)
+  return data.getvalue()
+
+
+def figure(result: PresetResult) -> Any:
+  """The picture of a preset as a matplotlib figure."""
+  panels = _panels(result.cells)
+  plot, axes = _new(len(panels))
+  for axis, (title, cells) in zip(axes, panels.items(), strict=True):
+    if len({c.chips for c in cells}) > 1:
+      _lines(axis, cells)
+    else:
+      _bars(axis, cells)
+    axis.set_title(title, fontsize=10)
+  plot.suptitle(f"{result.preset}: simulated, and published (points)")
+  plot.tight_layout()
+  return plot
+
+
+def curve(
+  points: Sequence[tuple[str, float, float, float]],
+  chosen: int,
+  title: str,
+  path: str,
+) -> None:
+  """Writes a trade-off curve.
+
+  Args:
+    points: (label, value, low, high), in the order of the axis.
+    chosen: which of them is marked.
+    title: of the picture, with the unit.
+    path: PNG.
+  """
+  available()
+  plot, (axis,) = _new(1)
+  x = list(range(len(points)))
+  y = [value for _, value, _, _ in points]
+  low, high = [p[2] for p in points], [p[3] for p in points]
+  axis.plot(x, y, marker="o", color="C0")
+  axis.fill_between(x, low, high, color="C0", alpha=0.2)
+  axis.plot([chosen], [y[chosen]], "o", ms=13, mfc="none", color="C3")
+  axis.set_xticks(x, [label for label, *_ in points], rotation=30, ha="right")
+  axis.set_title(title, fontsize=10)
+  axis.grid(alpha=0.3)
+  plot.tight_layout()
+  save(plot, path)
+
+
+def save(plot: Any, path: str) -> None:
+  """Writes a figure as a PNG that says nothing about who made it when."""
+  target = writable(path)
+  try:
+    plot.savefig(target, dpi=_DPI, metadata={"Software": None})
+  except OSError as error:
+    raise DecoupledError(f"--plot={path}: {error.strerror}") from None
+
+
+def _new(panels: int) -> tuple[Any, list[Any]]:
+  """A figure with its axes; no window, whatever the environment says."""
+  figures = importlib.import_module("matplotlib.figure")
+  columns = min(2, panels)
+  rows = -(-panels // columns)
+  plot = figures.Figure(figsize=(7.5 * columns, 4.6 * rows))
+  axes = plot.subplots(rows, columns, squeeze=False).ravel().tolist()
+  for axis in axes[panels:]:
+    axis.set_visible(False)
+  return plot, axes[:panels]
+
+
+def _panels(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+  """Cells by what they are a figure of."""
+  panels: dict[str, list[Cell]] = {}
+  for cell in cells:
+    unit = cell.unit or "share"
+    panels.setdefault(f"{cell.quantity} ({unit})", []).append(cell)
+  return panels
+
+
+def _series(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+  """Cells by everything but their number of chips."""
+  series: dict[str, list[Cell]] = {}
+  for cell in cells:
+    series.setdefault(_label(cell, cells), []).append(cell)
+  return {
+    label: sorted(group, key=lambda c: c.chips)
+    for label, group in series.items()
+  }
+
+
+def _label(cell: Cell, cells: Sequence[Cell]) -> str:
+  """What tells a cell from the others of its picture, chips aside."""
+  words = []
+  if len({c.policy for c in cells}) > 1 and not cell.subject:
+    words.append(cell.policy.replace("_", " "))
+  if len({c.learners for c in cells}) > 1:
+    words += [f"M = {cell.learners}"] * (cell.learners > 1)
+  words += [w for w in (cell.mode, cell.subject) if w]
+  return ", ".join(words) or cell.policy.replace("_", " ")
+
+
+def _lines(axis: Any, cells: Sequence[Cell]) -> None:
+  # One colour a series, whatever its mode, which is the style of its line.
+  modes = list(dict.fromkeys(c.mode for c in cells))
+  colors: dict[tuple[str, int, str], str] = {}
+  for label, group in _series(cells).items():
+    first = group[0]
+    key = first.policy, first.learners, first.subject
+    color = colors.setdefault(key, f"C{len(colors) % 10}")
+    style = ("-", "--", ":", "-.")[modes.index(first.mode) % 4]
+    chips = [c.chips for c in group]
+    axis.plot(
+      chips, [c.simulated for c in group], style, color=color, label=label
+    )
+    axis.fill_between(
+      chips,
+      [c.low for c in group],
+      [c.high for c in group],
+      color=color,
+      alpha=0.2,
+    )
+    known = [(c.chips, c.published) for c in group if c.published is not None]
+    if known:
+      axis.plot(*zip(*known, strict=True), "o", ms=4, color=color)
+  axis.set_xscale("log", base=2)
+  ticks = sorted({c.chips for c in cells})
+  axis.set_xticks(ticks, [_short(n) for n in ticks])
+  axis.minorticks_off()
+  axis.set_xlabel("chips")
+  axis.yaxis.set_major_formatter(
+    lambda value, _: f"{value:,g}" if first.unit else f"{100 * value:.0f} %"
+  )
+  axis.grid(alpha=0.3)
+  axis.legend(fontsize=7)
+
+
+def _bars(axis: Any, cells: Sequence[Cell]) -> None:
+  # Cells that differ in their remark alone are told apart by it.
+  labels = [_label(c, cells) for c in cells]
+  if len(set(labels)) < len(labels):
+    labels = [
+      f"{label}, {c.note}" if c.note else label
+      for label, c in zip(labels, cells, strict=True)
+    ]
+  y = list(range(len(cells)))
+  axis.barh(
+    y,
+    [c.simulated for c in cells],
+    xerr=[
+      [max(0.0, c.simulated - c.low) for c in cells],
+      [max(0.0, c.high - c.simulated) for c in cells],
+    ],
+    color="C0",
+    alpha=0.6,
+  )
+  known = [
+    (c.published, n) for n, c in enumerate(cells) if c.published is not None
+  ]
+  if known:
+    axis.plot(*zip(*known, strict=True), "o", color="C3")
+  axis.set_yticks(y, labels, fontsize=8)
+  axis.invert_yaxis()
+  axis.grid(alpha=0.3, axis="x")
+
+
+def _short(chips: int) -> str:
+  """1_200_000 -> 1.2M, 150_000 -> 150k, 65_536 -> 64K."""
+  if chips % 1024 == 0:
+    return f"{chips // 1024}K"
+  if chips >= 1_000_000:
+    return f"{chips / 1e6:g}M"
+  return f"{chips / 1e3:.0f}k" if chips >= 1000 else str(chips)
