@@ -74,8 +74,8 @@ def run(
   found = []
   for cell in cells:
     # One job as a whole is noisier than the mean over many learners.
-    interruptions = 8000 if cell.learners == 1 else 3000
-    job = scenario(cell, interruptions // (8 if quick else 1))
+    interruptions = 12_000 if cell.learners == 1 else 3000
+    job = scenario(cell, interruptions // (5 if quick else 1))
     summary = repeat(job, repeats, seed)
     found.append(
       Cell(
