@@ -6,12 +6,13 @@ intervals.
 
 import importlib
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from decoupled.errors import DecoupledError
 from decoupled.simulate.result import Cell, PresetResult
+from decoupled.simulate.tables import NAMES
 
 _DPI = 120
 
@@ -66,12 +67,13 @@ def figure(result: PresetResult) -> Any:
   panels = _panels(result.cells)
   plot, axes = _new(len(panels))
   for axis, (title, cells) in zip(axes, panels.items(), strict=True):
-    if len({c.chips for c in cells}) > 1:
-      _lines(axis, cells)
+    series = _series(cells)
+    if all(len({c.chips for c in each}) > 1 for each in series.values()):
+      _lines(axis, series)
     else:
       _bars(axis, cells)
     axis.set_title(title, fontsize=10)
-  plot.suptitle(f"{result.preset}: simulated, and published (points)")
+  plot.suptitle(f"{result.preset}: simulated, and published as points")
   plot.tight_layout()
   return plot
 
@@ -130,8 +132,8 @@ def _panels(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
   """Cells by what they are a figure of."""
   panels: dict[str, list[Cell]] = {}
   for cell in cells:
-    unit = cell.unit or "share"
-    panels.setdefault(f"{cell.quantity} ({unit})", []).append(cell)
+    title = cell.quantity + f" ({cell.unit})" * bool(cell.unit)
+    panels.setdefault(title, []).append(cell)
   return panels
 
 
@@ -148,20 +150,22 @@ def _series(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
 
 def _label(cell: Cell, cells: Sequence[Cell]) -> str:
   """What tells a cell from the others of its picture, chips aside."""
+  same = [c for c in cells if (c.mode, c.subject) == (cell.mode, cell.subject)]
   words = []
-  if len({c.policy for c in cells}) > 1 and not cell.subject:
-    words.append(cell.policy.replace("_", " "))
-  if len({c.learners for c in cells}) > 1:
-    words += [f"M = {cell.learners}"] * (cell.learners > 1)
+  if len({c.policy for c in same}) > 1:
+    words.append(NAMES[cell.policy])
+  if len({c.learners for c in same}) > 1 and cell.learners > 1:
+    words.append(f"M = {cell.learners}")
   words += [w for w in (cell.mode, cell.subject) if w]
-  return ", ".join(words) or cell.policy.replace("_", " ")
+  return ", ".join(words) or NAMES[cell.policy]
 
 
-def _lines(axis: Any, cells: Sequence[Cell]) -> None:
+def _lines(axis: Any, series: Mapping[str, Sequence[Cell]]) -> None:
+  cells = [cell for group in series.values() for cell in group]
   # One colour a series, whatever its mode, which is the style of its line.
   modes = list(dict.fromkeys(c.mode for c in cells))
   colors: dict[tuple[str, int, str], str] = {}
-  for label, group in _series(cells).items():
+  for label, group in series.items():
     first = group[0]
     key = first.policy, first.learners, first.subject
     color = colors.setdefault(key, f"C{len(colors) % 10}")
@@ -185,9 +189,7 @@ def _lines(axis: Any, cells: Sequence[Cell]) -> None:
   axis.set_xticks(ticks, [_short(n) for n in ticks])
   axis.minorticks_off()
   axis.set_xlabel("chips")
-  axis.yaxis.set_major_formatter(
-    lambda value, _: f"{value:,g}" if first.unit else f"{100 * value:.0f} %"
-  )
+  axis.yaxis.set_major_formatter(_ticks(cells[0]))
   axis.grid(alpha=0.3)
   axis.legend(fontsize=7)
 
@@ -218,7 +220,15 @@ def _bars(axis: Any, cells: Sequence[Cell]) -> None:
     axis.plot(*zip(*known, strict=True), "o", color="C3")
   axis.set_yticks(y, labels, fontsize=8)
   axis.invert_yaxis()
+  axis.xaxis.set_major_formatter(_ticks(cells[0]))
   axis.grid(alpha=0.3, axis="x")
+
+
+def _ticks(cell: Cell) -> Callable[[float, int], str]:
+  """How figures of that kind are written along an axis."""
+  if cell.unit:
+    return lambda value, _: f"{value:,g}"
+  return lambda value, _: f"{100 * value:.0f} %"
 
 
 def _short(chips: int) -> str:

@@ -9,7 +9,7 @@ from decoupled.simulate.outcome import Summary
 from decoupled.simulate.result import Cell, PresetResult
 from decoupled.simulate.scenario import Scenario
 
-_NAMES = {
+NAMES = {
   "dp_rigid": "data-parallel",
   "dp_elastic": "data-parallel, elastic",
   "diloco": "DiLoCo",
@@ -21,7 +21,7 @@ def preset(result: PresetResult) -> str:
   """Published beside simulated, a cell a line; only columns that vary."""
   cells = result.cells
   columns: dict[str, list[str]] = {
-    "policy": [_NAMES[c.policy] for c in cells],
+    "policy": [NAMES[c.policy] for c in cells],
     "learners": [str(c.learners) for c in cells],
     "chips": [f"{c.chips:,}" for c in cells],
     "mode": [c.mode for c in cells],
@@ -59,7 +59,7 @@ def preset(result: PresetResult) -> str:
 def summary(scenario: Scenario, found: Summary, wall_s: float) -> str:
   """One scenario of one's own: figures with intervals, waste by cause."""
   sides = [
-    _NAMES[scenario.policy],
+    NAMES[scenario.policy],
     f"{scenario.chips:,} chips",
     f"{scenario.jobs} learners" if scenario.jobs > 1 else "",
     f"quorum {scenario.quorum}" if scenario.policy == "decoupled" else "",
