@@ -4,6 +4,10 @@ Between two changes nothing happens but rounds, all alike: their pace and
 quorum are decided once per state, for many states in one call, by the same
 `decoupled.algorithm` that the syncer runs. Who is merged is decided the same
 way on rounds sampled over the whole time.
+
+Below its quorum a round stays open, and here learners then wait for it, as the
+published goodput of K = M implies. The program itself lets them go on until
+`Exchange.max_unsynced_steps`: a quorum above 1 costs it less than is shown.
 """
 
 import math
