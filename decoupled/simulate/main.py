@@ -61,9 +61,9 @@ def _preset(options: SimulateOptions) -> None:
 
 
 def _plan(config: Config, options: SimulateOptions) -> None:
-  from decoupled.simulate import plan
+  from decoupled.simulate import plan, planner
 
-  found = plan.plan(
+  found = planner.plan(
     _scenario(config, options),
     options.link_gbps,
     repeats=options.repeats,

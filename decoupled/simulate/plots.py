@@ -94,13 +94,17 @@ def curve(
   """
   available()
   plot, (axis,) = _new(1)
-  x = list(range(len(points)))
-  y = [value for _, value, _, _ in points]
-  low, high = [p[2] for p in points], [p[3] for p in points]
-  axis.plot(x, y, marker="o", color="C0")
-  axis.fill_between(x, low, high, color="C0", alpha=0.2)
-  axis.plot([chosen], [y[chosen]], "o", ms=13, mfc="none", color="C3")
-  axis.set_xticks(x, [label for label, *_ in points], rotation=30, ha="right")
+  y = list(range(len(points)))
+  x = [value for _, value, _, _ in points]
+  # Whiskers of a point that is its own interval may differ in the last bit.
+  ends = [
+    [max(0.0, value - low) for _, value, low, _ in points],
+    [max(0.0, high - value) for _, value, _, high in points],
+  ]
+  axis.errorbar(x, y, xerr=ends, fmt="o", color="C0", ms=5)
+  axis.plot([x[chosen]], [y[chosen]], "o", ms=13, mfc="none", color="C3")
+  axis.set_yticks(y, [label for label, *_ in points], fontsize=8)
+  axis.invert_yaxis()
   axis.set_title(title, fontsize=10)
   axis.grid(alpha=0.3)
   plot.tight_layout()

@@ -8,9 +8,9 @@ import pytest
 
 from decoupled import cli
 from decoupled.algorithm.policy import Exchange
-from decoupled.simulate import plan as plan_lib
+from decoupled.simulate import link_budget, planner
 from decoupled.simulate.plan import Plan
-from decoupled.simulate.scenario import Failures, Scenario
+from decoupled.simulate.scenario import Failures, Recovery, Scenario
 
 # 20,000 chips that fail once a month: an interruption every two minutes.
 JOB = Scenario(
@@ -24,7 +24,7 @@ JOB = Scenario(
 
 @pytest.fixture(scope="module")
 def found() -> Plan:
-  return plan_lib.plan(JOB, 100.0, quick=True)
+  return planner.plan(JOB, 100.0, quick=True)
 
 
 def _value(found: Plan, name: str) -> str:
@@ -46,19 +46,43 @@ def test_the_chosen_point_is_what_the_choices_say(found: Plan) -> None:
   assert str(point.standbys) == _value(found, "standbys")
 
 
-def test_learners_are_doubled_while_that_pays(found: Plan) -> None:
-  plain = {
+def test_learners_are_doubled_while_that_pays() -> None:
+  """Here a swap takes as long as a stop, so that no standby is worth it."""
+  job = dataclasses.replace(JOB, slice_chips=4)
+  job = dataclasses.replace(job, recovery=Recovery(swap_s=300.0))
+  found = planner.plan(job, 100.0, quick=True)
+  assert _value(found, "standbys") == "0"
+  price = {
     p.learners: p.price
     for p in found.curve
-    if p.policy == "decoupled" and (p.standbys, p.quorum) == (0, 1)
+    if p.policy == "decoupled" and p.quorum == 1
   }
   chosen = int(_value(found, "learners"))
   assert chosen > 1
-  for many in range(1, 4):
-    if 2**many <= chosen:
-      assert plain[2**many] < plain[2 ** (many - 1)] * 0.99
-  if 2 * chosen in plain:
-    assert plain[2 * chosen] > plain[chosen] * 0.99
+  for many in price:
+    if many <= chosen and many // 2 in price:
+      assert price[many] <= price[many // 2] * 0.99
+  if 2 * chosen in price:
+    assert price[2 * chosen] > price[chosen] * 0.99
+
+
+def test_standbys_make_do_with_fewer_learners() -> None:
+  failures = Failures(mtbi_chip_days=365.0, return_s=7200.0)
+  job = Scenario(chips=100_000, days=7.0, failures=failures)
+  found = planner.plan(job, 100.0, quick=True)
+  chosen = found.curve[found.chosen]
+  assert chosen.standbys > 0
+  plain = [p for p in found.curve if p.policy == "decoupled"]
+  # The sweep without standbys has doubled further.
+  assert chosen.learners < max(p.learners for p in plain)
+  (twice,) = [
+    p
+    for p in plain
+    if p.learners == 2 * chosen.learners
+    and p.quorum == 1
+    and abs(p.standbys - chosen.standbys) <= 2
+  ]
+  assert twice.price > chosen.price * 0.985
 
 
 def test_it_beats_data_parallel_training(found: Plan) -> None:
@@ -80,7 +104,7 @@ def test_standbys_are_chosen_where_they_pay(found: Plan) -> None:
 
 def test_chips_that_never_fail_need_neither_standbys_nor_learners() -> None:
   job = dataclasses.replace(JOB, failures=Failures(mtbi_chip_days=float("inf")))
-  found = plan_lib.plan(job, 100.0, quick=True)
+  found = planner.plan(job, 100.0, quick=True)
   assert _value(found, "learners") == "1"
   assert _value(found, "standbys") == "0"
   assert found.curve[found.chosen].goodput == 1
@@ -89,12 +113,12 @@ def test_chips_that_never_fail_need_neither_standbys_nor_learners() -> None:
 def test_the_need_of_a_link_by_hand() -> None:
   # 24e9 / 24 numbers of 4 bytes in half of two steps, 80 % busy.
   rule = Exchange(H=24, P=24, tau=2, codec="float32")
-  assert plan_lib.needed_gbps(rule, 24e9, 1.0) == pytest.approx(40.0)
+  assert link_budget.needed_gbps(rule, 24e9, 1.0) == pytest.approx(40.0)
   # tau = 4 gives two steps each way, but a fragment comes every step.
   rule = dataclasses.replace(rule, tau=4)
-  assert plan_lib.needed_gbps(rule, 24e9, 1.0) == pytest.approx(40.0)
+  assert link_budget.needed_gbps(rule, 24e9, 1.0) == pytest.approx(40.0)
   rule = dataclasses.replace(rule, H=48)
-  assert plan_lib.needed_gbps(rule, 24e9, 1.0) == pytest.approx(20.0)
+  assert link_budget.needed_gbps(rule, 24e9, 1.0) == pytest.approx(20.0)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +127,7 @@ def test_the_need_of_a_link_by_hand() -> None:
 )
 def test_the_link_decides_codec_and_h(link: float, codec: str, h: int) -> None:
   job = dataclasses.replace(JOB, params=24e9, chips=64)
-  found = plan_lib.plan(job, link, quick=True)
+  found = planner.plan(job, link, quick=True)
   assert _value(found, "codec") == codec
   assert _value(found, "H") == str(h)
   assert f"Exchange.H={h}" in found.bindings
@@ -112,7 +136,7 @@ def test_the_link_decides_codec_and_h(link: float, codec: str, h: int) -> None:
 
 def test_a_link_that_cannot_do_it_is_a_warning() -> None:
   job = dataclasses.replace(JOB, params=1e13, chips=64)
-  (warning,) = plan_lib.plan(job, 1.0, quick=True).warnings
+  (warning,) = planner.plan(job, 1.0, quick=True).warnings
   assert "link is too slow" in warning
   assert "--link_gbps" in warning
 
@@ -122,9 +146,7 @@ def test_a_pool_is_for_failures_of_the_whole_job() -> None:
   counts = []
   for days in (3000.0, 300.0, 30.0):
     job = dataclasses.replace(JOB, failures=Failures(mtbi_chip_days=days))
-    counts.append(
-      int(_value(plan_lib.plan(job, 100.0, quick=True), "standbys"))
-    )
+    counts.append(int(_value(planner.plan(job, 100.0, quick=True), "standbys")))
   assert counts == sorted(counts)
   assert counts[-1] > 0
 
