@@ -19,6 +19,8 @@ RIGID_RESTART_S = 76.0
 ELASTIC_STOP_S = 19.0
 ELASTIC_REJOIN_S = 60.0
 
+MOST_ABSENCES = 2_000_000  # each takes about a kilobyte and 30 microseconds
+
 
 @dataclasses.dataclass(frozen=True)
 class Correlated:
@@ -255,6 +257,27 @@ class Scenario:
       )
     for speed in self.speeds:
       positive("Scenario.speeds", speed)
+    if self.expected_absences > MOST_ABSENCES:
+      raise ConfigError(
+        f"Scenario.days = {self.days:g} would see about "
+        f"{self.expected_absences:.3g} failures and returns of slices, more "
+        f"than {MOST_ABSENCES:.0e}: days up to "
+        f"{self.days * MOST_ABSENCES / self.expected_absences:.3g} say as much"
+      )
+
+  @property
+  def expected_absences(self) -> float:
+    """About how many absences of single slices begin in the simulated time."""
+    rule = self.failures
+    single = self.chips * self.days / rule.mtbi_chip_days
+    slow = self.chips * self.days / rule.stragglers.mtbi_chip_days
+    groups = [(g.chips, g.mtbi_days) for g in rule.correlated]
+    groups += [(g.chips, g.every_days) for g in rule.maintenance]
+    slices = sum(
+      self.chips * self.days / every * (1 / size + 1 / self.slice_chips)
+      for size, every in groups
+    )
+    return single + slow + slices
 
   @property
   def jobs(self) -> int:

@@ -62,6 +62,11 @@ from decoupled.simulate.scenario import (
       {"chips": 8, "every_days": 0.01, "lasts_s": 900.0},
       ["Maintenance.lasts_s = 900.0", "every_days = 0.01", "864 s"],
     ),
+    (
+      Scenario,
+      {"days": 1000.0, "chips": 2_400_000},
+      ["Scenario.days = 1000", "6.57e+06 failures", "days up to 304"],
+    ),
     (Stragglers, {"slowdown": 0.5}, ["Stragglers.slowdown", "0.5", "1"]),
   ],
 )
