@@ -63,6 +63,12 @@ def _preset(options: SimulateOptions) -> None:
 def _plan(config: Config, options: SimulateOptions) -> None:
   from decoupled.simulate import plan, planner
 
+  for name in ("policy", "learners", "quorum", "standbys"):
+    if name in options.scenario:
+      raise ConfigError(
+        f"--{name}={options.scenario[name]}: --plan chooses policy, learners, "
+        f"quorum and standbys; drop --{name}, or drop --plan"
+      )
   found = planner.plan(
     _scenario(config, options),
     options.link_gbps,

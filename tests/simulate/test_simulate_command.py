@@ -199,6 +199,7 @@ def test_a_data_parallel_job_is_one_whatever_the_configuration_says(
     (["--correlated=64:30"], ("CHIPS:DAYS:HOURS",)),
     (["--correlated=64:0:1"], ("Correlated.mtbi_days = 0", "above 0")),
     (["Exchange.H=25"], ("Exchange.H = 25", "Exchange.P = 24")),
+    (["--plan", "--learners=4"], ("--learners=4", "--plan chooses")),
     (["--plan", "--link_gbps=0"], ("--link_gbps=0", "above 0")),
   ],
 )
