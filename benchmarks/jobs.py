@@ -1,5 +1,6 @@
 """Runs `decoupled run` for a benchmark and reads what it left behind."""
 
+import atexit
 import json
 import os
 import shutil
@@ -11,6 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decoupled.observe.events import read
+
+# All jobs of one benchmark run the same program: only the first compiles it.
+_CACHE = Path(tempfile.mkdtemp(prefix="decoupled-bench-cache-"))
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 
 
 class Job(NamedTuple):
@@ -40,7 +45,11 @@ def run(*arguments: str, config: str = "stdlib_tiny.gin") -> Job:
       *arguments,
     ],
     stdout=sys.stderr,
-    env={**os.environ, "PYTHONPATH": str(root)},
+    env={
+      "JAX_COMPILATION_CACHE_DIR": str(_CACHE),
+      **os.environ,
+      "PYTHONPATH": str(root),
+    },
     check=False,
   )
   if done.returncode:

@@ -25,7 +25,7 @@ from decoupled.config import Config, contract_lines
 from decoupled.data import corpus
 from decoupled.data.pipeline import Batches, batch_spec
 from decoupled.launch import address
-from decoupled.learner import loop
+from decoupled.learner import allocator, loop
 from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
 from decoupled.learner.optimizer import make_optimizer
@@ -63,6 +63,7 @@ class Program(NamedTuple):
 
 def compiled(config: Config) -> Program:
   """The learner's own inner step, compiled as the learner compiles it."""
+  allocator.keep_freed_memory()
   mesh = meshes.make_mesh(config.mesh, jax.devices()[:1])
   task = LanguageModel(config.transformer)
   optimizer = make_optimizer(config.optimizer, task.tensor_specs())

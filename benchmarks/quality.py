@@ -28,8 +28,12 @@ import jobs
 ROOT = Path(__file__).resolve().parent
 RECIPE = "quality.gin"
 LEARNERS = 4
-# Its own best inner rate, from the sweep.
-DATA_PARALLEL = ("Optimizer.learning_rate=0.006",)
+# Its own best inner optimizer, from the sweep.
+DATA_PARALLEL = (
+  "Optimizer.learning_rate=0.006",
+  "Optimizer.b1=0.9",
+  "Optimizer.b2=0.95",
+)
 
 
 def decoupled(seed: int, rounds: int) -> tuple[float, int, dict[str, object]]:

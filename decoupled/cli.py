@@ -92,7 +92,13 @@ COMMANDS: dict[str, Command] = {
     flags.stop,
     flags.job_options,
   ),
-  "simulate": Command("goodput of a policy on up to millions of chips"),
+  "simulate": Command(
+    "goodput of a policy on up to millions of chips",
+    "decoupled.simulate.main:run",
+    flags.simulate,
+    flags.simulate_options,
+    configured=True,
+  ),
   "evaluate": Command(
     "held-out loss of what was trained",
     "decoupled.evaluate:main",

@@ -15,6 +15,14 @@ from pathlib import Path
 
 from decoupled.config import CONTRACT, LOCAL
 from decoupled.observe import events
+from decoupled.simulate.scenario import (
+  Correlated,
+  Failures,
+  Maintenance,
+  Recovery,
+  Scenario,
+  Stragglers,
+)
 from decoupled.syncer.settings import Limits
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -87,10 +95,42 @@ def event_log() -> str:
   )
 
 
+def scenario() -> str:
+  """docs/scenario.md: what `decoupled simulate` may be told."""
+  lines = [
+    "# The scenario of a simulation",
+    "",
+    _NOTE,
+    "`decoupled simulate` has a flag for the first things one asks; any other",
+    "plain value of these is `--set Part.field=value`. Groups that fail",
+    "together are `--correlated CHIPS:MTBI_DAYS:RETURN_H`, planned absences",
+    "`--maintenance CHIPS:EVERY_DAYS:LASTS_H`, both repeatable.",
+    "[simulator.md](simulator.md) says what is done with them.",
+    "",
+  ]
+  return "\n".join(
+    lines
+    + _components(
+      {
+        part.__name__: part
+        for part in (
+          Scenario,
+          Failures,
+          Correlated,
+          Maintenance,
+          Stragglers,
+          Recovery,
+        )
+      }
+    )
+  )
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
   "configuration.md": configuration,
   "timeouts.md": timeouts,
   "events.md": event_log,
+  "scenario.md": scenario,
 }
 
 
@@ -107,9 +147,17 @@ def _table(name: str, component: type) -> list[str]:
   rows = ["| parameter | default | what it is |", "|---|---|---|"]
   for field in dataclasses.fields(component):
     rows.append(
-      f"| `{name}.{field.name}` | `{field.default!r}` | {says[field.name]} |"
+      f"| `{name}.{field.name}` | {_default(field)} | {says[field.name]} |"
     )
   return [*rows, ""]
+
+
+def _default(field: "dataclasses.Field[object]") -> str:
+  if field.default is dataclasses.MISSING:
+    return "—"
+  if dataclasses.is_dataclass(field.default):  # has a table of its own
+    return f"`{type(field.default).__name__}()`"
+  return f"`{field.default!r}`"
 
 
 def described(component: type) -> dict[str, str]:

@@ -14,11 +14,48 @@ from decoupled.launch.options import (
   JobOptions,
   LearnerOptions,
   RunOptions,
+  SimulateOptions,
   SyncerOptions,
 )
 
 RESUME = ("auto", "never", "required")
 DEFAULT_ROUNDS = 600
+
+# Flags of `simulate` that are values of its scenario, which checks them.
+_SCENARIO: dict[str, tuple[Callable[..., object], str]] = {
+  "policy": (
+    flags.DEFINE_string,
+    "dp_rigid, dp_elastic, diloco or decoupled (default: decoupled)",
+  ),
+  "chips": (flags.DEFINE_integer, "chips of the job, without standbys"),
+  "learners": (flags.DEFINE_integer, "learners that share them"),
+  "quorum": (
+    flags.DEFINE_integer,
+    "reports a round waits for (default: Exchange.quorum)",
+  ),
+  "standbys": (flags.DEFINE_integer, "idle hosts kept warm"),
+  "chips_per_host": (flags.DEFINE_integer, "chips that fail together"),
+  "days": (flags.DEFINE_float, "days to simulate"),
+  "mtbi_days": (
+    flags.DEFINE_float,
+    "mean days between interruptions of one chip (default: a year)",
+  ),
+  "repair_h": (flags.DEFINE_float, "mean hours until a failed chip is back"),
+  "step_s": (flags.DEFINE_float, "seconds of an inner step"),
+  "speed_spread": (
+    flags.DEFINE_float,
+    "share by which the speed of learners differs",
+  ),
+  "params": (
+    flags.DEFINE_float,
+    "parameters of the model, such as 5e9 (default: those of Transformer)",
+  ),
+  "price": (flags.DEFINE_float, "price of a chip-hour"),
+  "tokens_per_chip_s": (
+    flags.DEFINE_float,
+    "tokens a chip processes a second, for the cost of one",
+  ),
+}
 
 
 def none(values: flags.FlagValues) -> None:
@@ -116,6 +153,42 @@ def doctor(values: flags.FlagValues) -> None:
   _workdir(values, "where a run would write (default: runs/<config name>)")
   _whole(values, "learners", 3, "number of learners")
   _whole(values, "devices_per_host", 0, "CPU devices to simulate per process")
+
+
+def simulate(values: flags.FlagValues) -> None:
+  text = _define(flags.DEFINE_string, values)
+  yes = _define(flags.DEFINE_boolean, values)
+  text("preset", "", "reproduce published figures: table1, heterogeneous, …")
+  yes("plan", False, "recommend learners, quorum, standbys, codec and H")
+  yes("json", False, "print JSON, not tables")
+  text("plot", "", "PNG to write")
+  _whole(values, "seed", 0, "of every simulation")
+  _define(flags.DEFINE_integer, values)(
+    "repeats",
+    None,
+    "simulations a figure is averaged over (default: enough for its interval)",
+    lower_bound=1,
+  )
+  yes("quick", False, "a reduced size")
+  _define(flags.DEFINE_float, values)(
+    "link_gbps", 10.0, "of one learner to the syncer, each way, for a plan"
+  )
+  for name, (kind, says) in _SCENARIO.items():
+    _define(kind, values)(name, None, says)
+  many = _define(flags.DEFINE_multi_string, values)
+  many(
+    "correlated",
+    [],
+    "CHIPS:MTBI_DAYS:RETURN_H, failures of whole groups such as racks, slices "
+    "or sites",
+  )
+  many("maintenance", [], "CHIPS:EVERY_DAYS:LASTS_H, planned absences")
+  many(
+    "set",
+    [],
+    "any other value of the scenario, such as Recovery.restart_s=300 or "
+    "Failures.shape=0.7; docs/simulator.md lists them",
+  )
 
 
 def config(values: flags.FlagValues) -> None:
@@ -220,6 +293,31 @@ def doctor_options(values: flags.FlagValues, default: Path) -> DoctorOptions:
     workdir=_path(values, default),
     learners=_get(values, "learners"),
     devices_per_host=_get(values, "devices_per_host"),
+  )
+
+
+def simulate_options(
+  values: flags.FlagValues, default: Path
+) -> SimulateOptions:
+  del default  # it has no workdir
+  given = {
+    name: _get(values, name)
+    for name in _SCENARIO
+    if _get(values, name) is not None
+  }
+  return SimulateOptions(
+    preset=_get(values, "preset"),
+    plan=_get(values, "plan"),
+    json=_get(values, "json"),
+    plot=_get(values, "plot"),
+    seed=_get(values, "seed"),
+    repeats=_get(values, "repeats"),
+    quick=_get(values, "quick"),
+    link_gbps=_get(values, "link_gbps"),
+    scenario=given,
+    assign=tuple(_get(values, "set")),
+    correlated=tuple(_get(values, "correlated")),
+    maintenance=tuple(_get(values, "maintenance")),
   )
 
 

@@ -5,6 +5,7 @@ for how long. None of it belongs to the run's contract.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -166,3 +167,38 @@ class JobOptions:
 
   workdir: Path
   limit_s: float = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SimulateOptions:
+  """`decoupled simulate`: a preset, a plan, or one scenario of one's own.
+
+  None leaves a value to the scenario's own default.
+
+  Attributes:
+    preset: name of a preset ("" = none).
+    plan: recommend a set-up instead of simulating a given one.
+    json: print JSON instead of tables.
+    plot: PNG to write ("" = none).
+    seed: of every simulation.
+    repeats: simulations a figure is averaged over (None = a default).
+    quick: a reduced size.
+    link_gbps: of one learner to the syncer, each way, for a plan.
+    scenario: per field of the scenario the value of its flag, where given.
+    assign: texts `Part.field=value`, any other field of the scenario.
+    correlated: texts `CHIPS:MTBI_DAYS:RETURN_H`, failures of whole groups.
+    maintenance: texts `CHIPS:EVERY_DAYS:LASTS_H`, planned absences.
+  """
+
+  preset: str = ""
+  plan: bool = False
+  json: bool = False
+  plot: str = ""
+  seed: int = 0
+  repeats: int | None = None
+  quick: bool = False
+  link_gbps: float = 10.0
+  scenario: Mapping[str, object] = dataclasses.field(default_factory=dict)
+  assign: tuple[str, ...] = ()
+  correlated: tuple[str, ...] = ()
+  maintenance: tuple[str, ...] = ()

@@ -36,15 +36,17 @@ def enable(directory: str | os.PathLike[str]) -> CompileCounter:
   The directory becomes readable by its owner only: what lies there is run.
 
   Args:
-    directory: is created if it does not exist.
+    directory: is created if it does not exist. A directory that the user chose
+      for all of JAX (JAX_COMPILATION_CACHE_DIR) is used instead, as it is.
 
   Returns:
     A counter of this process's compilations from now on.
   """
-  path = Path(directory)
-  path.mkdir(parents=True, exist_ok=True)
-  path.chmod(0o700)
-  jax.config.update("jax_compilation_cache_dir", str(path))
+  if not jax.config.jax_compilation_cache_dir:
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(0o700)
+    jax.config.update("jax_compilation_cache_dir", str(path))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   counter = CompileCounter()

@@ -26,7 +26,7 @@ from decoupled.data import corpus as corpus_lib
 from decoupled.data.pipeline import Batches, Position, batch_spec
 from decoupled.launch import address, affinity
 from decoupled.launch.options import LearnerOptions
-from decoupled.learner import compile_cache, loop
+from decoupled.learner import allocator, compile_cache, loop
 from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
 from decoupled.learner.optimizer import make_optimizer
@@ -52,6 +52,7 @@ def run(config: Config, options: LearnerOptions) -> int:
   """
   stopping = _on_sigterm()
   if options.devices_per_host:
+    allocator.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.devices_per_host)
   compiles = compile_cache.enable(options.workdir / "cache" / "xla")

@@ -75,6 +75,14 @@ class Transformer:
     """Size of one attention head."""
     return self.width // self.heads
 
+  @property
+  def parameters(self) -> int:
+    """How many numbers the model has; projections have no biases."""
+    attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+    block = attention + 3 * self.width * self.mlp_width + 2 * self.width
+    tables = self.vocab * self.width * (1 if self.tie_embeddings else 2)
+    return tables + self.layers * block + self.width
+
   def _divides(self, small: str, large: str) -> None:
     low, high = getattr(self, small), getattr(self, large)
     if high % low:

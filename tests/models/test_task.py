@@ -31,6 +31,19 @@ def test_specs_describe_what_init_makes():
   assert [s.name for s in task.tensor_specs()] == list(tree.names(params))
 
 
+@pytest.mark.parametrize(
+  "config",
+  [
+    Transformer(),
+    Transformer(scan=True, layers=2, kv_heads=4),
+    Transformer(tie_embeddings=True, vocab=300, mlp_width=96),
+  ],
+)
+def test_the_count_of_parameters_needs_no_model(config):
+  specs = LanguageModel(config).tensor_specs()
+  assert config.parameters == sum(math.prod(s.shape) for s in specs)
+
+
 def test_parameters_are_plain_nested_dictionaries():
   def check(node):
     if isinstance(node, dict):
