@@ -28,6 +28,9 @@ Copier: TypeAlias = Callable[[Any], Any]
 
 _LOG = logging.getLogger("decoupled.learner")
 
+# Multiples of it, modulo 1, lie far apart however many there are.
+_GOLDEN = (5**0.5 - 1) / 2
+
 
 @dataclasses.dataclass(frozen=True)
 class Place:
@@ -54,6 +57,9 @@ def compile_copy(specs: Any) -> Copier:
 class Snapshots:
   """Saves a learner's inner optimizer state; at most one save at a time.
 
+  The first interval is shorter, for each learner by another part: learners
+  that share a machine or a store do not save at the same moment.
+
   Args:
     place: where they go.
     settings: how often.
@@ -78,8 +84,9 @@ class Snapshots:
     self._events = events
     self._clock = clock
     self._copy = copy
-    self._last_step = 0
-    self._last_s = clock.now()
+    ahead = place.learner_id * _GOLDEN % 1.0
+    self._last_step = -ahead * settings.every_rounds * steps_per_round
+    self._last_s = clock.now() - ahead * settings.every_s
     self._under_way: threading.Thread | None = None
 
   def after_step(self, now: Trained) -> None:

@@ -29,7 +29,7 @@ def sharding():
 class Loop:
   """A loop that donates its state to every step, as the real one does."""
 
-  def __init__(self, tmp_path, sharding, **settings):
+  def __init__(self, tmp_path, sharding, learner=0, **settings):
     self.clock, self.events = ManualClock(), Recorder()
     state = jax.device_put(jnp.zeros(64), sharding)
     self.specs = jax.tree.map(
@@ -37,7 +37,7 @@ class Loop:
       {"mu": state},
     )
     self.snapshots = Snapshots(
-      Place(str(tmp_path), 3, "run-1"),
+      Place(str(tmp_path), learner, "run-1"),
       Checkpoint(**settings),
       2.0,
       compile_copy(self.specs),
@@ -70,7 +70,7 @@ class Loop:
 
   def restored(self):
     return learner_store.restore_learner(
-      self.store, 3, {"opt_state": self.specs}
+      self.store, 0, {"opt_state": self.specs}
     )
 
 
@@ -93,7 +93,7 @@ def test_what_is_saved_is_the_state_of_a_boundary(tmp_path, sharding):
   loop.snapshots.save(loop.done)
   assert (np.asarray(loop.restored().tree["opt_state"]["mu"]) == 19).all()
   assert [e["round"] for e in loop.events.of("checkpoint")] == [110, 119]
-  assert all(e["role"] == "learner/3" for e in loop.events.of("checkpoint"))
+  assert all(e["role"] == "learner/0" for e in loop.events.of("checkpoint"))
 
 
 def test_a_slow_disk_holds_up_no_step(tmp_path, sharding, monkeypatch):
@@ -142,3 +142,15 @@ def test_without_an_interval_there_is_only_the_last_one(tmp_path, sharding):
   assert loop.snapshots._under_way is None
   loop.snapshots.save(loop.done)
   assert loop.restored().step == 150
+
+
+def test_learners_do_not_all_save_at_the_same_moment(tmp_path, sharding):
+  first = {}
+  for learner in range(4):
+    loop = Loop(tmp_path, sharding, learner=learner, every_rounds=10)
+    while loop.snapshots._under_way is None:
+      loop.run(1)
+    loop.settle()
+    first[learner] = loop.done.step
+  # an interval of 20 steps; each begins elsewhere in it
+  assert first == {0: 20, 1: 8, 2: 16, 3: 3}
