@@ -17,11 +17,14 @@ class Checkpoint:
   Attributes:
     every_rounds: rounds from one snapshot to the next; 0 = no such interval.
     every_s: seconds from one snapshot to the next; 0 = no such interval.
+    least_s: seconds that lie at least between two snapshots made for
+      `every_rounds`: where rounds are short, saving would cost too much.
     keep: how many of the newest snapshots stay, beside version 0.
   """
 
   every_rounds: int = 100
   every_s: float = 0.0
+  least_s: float = 20.0
   keep: int = 3
 
   def __post_init__(self) -> None:
@@ -30,11 +33,13 @@ class Checkpoint:
         f"Checkpoint.every_rounds = {self.every_rounds} must be at least 0 "
         "(0 = no such interval)"
       )
-    if not (math.isfinite(self.every_s) and self.every_s >= 0):
-      raise ConfigError(
-        f"Checkpoint.every_s = {self.every_s} must be a number of seconds, "
-        "at least 0 (0 = no such interval)"
-      )
+    for name in ("every_s", "least_s"):
+      value = getattr(self, name)
+      if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(
+          f"Checkpoint.{name} = {value} must be a number of seconds, at least "
+          "0 (0 = no such interval)"
+        )
     if self.keep < 1:
       raise ConfigError(
         f"Checkpoint.keep = {self.keep} must be at least 1: the newest one "
@@ -43,5 +48,5 @@ class Checkpoint:
 
   def due(self, rounds: float, seconds: float) -> bool:
     """Whether to save, so long after the last time."""
-    by_rounds = 0 < self.every_rounds <= rounds
+    by_rounds = 0 < self.every_rounds <= rounds and seconds >= self.least_s
     return by_rounds or 0 < self.every_s <= seconds

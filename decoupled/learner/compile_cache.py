@@ -42,7 +42,7 @@ def enable(directory: str | os.PathLike[str]) -> CompileCounter:
   Returns:
     A counter of this process's compilations from now on.
   """
-  if not jax.config.jax_compilation_cache_dir:
+  if not getattr(jax.config, "jax_compilation_cache_dir", None):
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     path.chmod(0o700)

@@ -41,7 +41,7 @@ def saving(made, store, start=at_once, **settings):
   snapshots = Snapshots(
     made.rounds,
     str(store),
-    Checkpoint(**settings),
+    Checkpoint(**{"least_s": 0.0, **settings}),
     made.events,
     made.clock,
     start=start,

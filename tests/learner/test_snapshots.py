@@ -38,7 +38,7 @@ class Loop:
     )
     self.snapshots = Snapshots(
       Place(str(tmp_path), learner, "run-1"),
-      Checkpoint(**settings),
+      Checkpoint(**{"least_s": 0.0, **settings}),
       2.0,
       compile_copy(self.specs),
       self.events,
@@ -154,3 +154,11 @@ def test_learners_do_not_all_save_at_the_same_moment(tmp_path, sharding):
     first[learner] = loop.done.step
   # an interval of 20 steps; each begins elsewhere in it
   assert first == {0: 20, 1: 8, 2: 16, 3: 3}
+
+
+def test_short_rounds_do_not_make_it_save_all_the_time(tmp_path, sharding):
+  loop = Loop(tmp_path, sharding, every_rounds=2, least_s=16.0)
+  for _ in range(10):
+    loop.run(4)  # 4 s
+    loop.settle()
+  assert [e["round"] for e in loop.events.of("checkpoint")] == [116, 132]

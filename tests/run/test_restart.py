@@ -34,6 +34,7 @@ def test_syncer_and_learner_die_then_everything_and_the_run_goes_on(
     "--devices_per_host=2",
     "--chaos=kill syncer @40r; kill learner/1 @70r",
     "Checkpoint.every_rounds=15",
+    "Checkpoint.least_s=0",
     *QUICK,
   )
 
