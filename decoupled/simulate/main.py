@@ -11,7 +11,9 @@ from decoupled.launch.options import SimulateOptions
 from decoupled.simulate import presets, tables
 from decoupled.simulate.result import plain
 
-_REPEATS = 8
+_MOST_REPEATS = 8
+_LEAST_REPEATS = 3
+_ABSENCES = 400_000  # in all simulations of one scenario
 
 
 def run(config: Config, options: SimulateOptions) -> int:
@@ -90,7 +92,7 @@ def _own(config: Config, options: SimulateOptions) -> None:
   from decoupled.simulate import engine
 
   started = time.perf_counter()
-  repeats = options.repeats or (2 if options.quick else _REPEATS)
+  repeats = options.repeats or _enough(scenario, options.quick)
   summary = engine.repeat(scenario, repeats, options.seed)
   wall_s = time.perf_counter() - started
   if options.json:
@@ -104,6 +106,17 @@ def _own(config: Config, options: SimulateOptions) -> None:
     tables.write(_json(table))
   else:
     tables.write(tables.summary(scenario, summary, wall_s))
+
+
+def _enough(scenario: Any, quick: bool) -> int:
+  """Simulations whose mean has a narrow interval.
+
+  Simulations of many failures differ little, and take long.
+  """
+  if quick:
+    return 2
+  each = max(1.0, scenario.expected_absences)
+  return int(min(_MOST_REPEATS, max(_LEAST_REPEATS, _ABSENCES / each)))
 
 
 def _scenario(config: Config, options: SimulateOptions) -> Any:

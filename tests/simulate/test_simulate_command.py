@@ -275,3 +275,14 @@ def test_presets_have_a_default_number_of_repeats() -> None:
   with pytest.raises(ConfigError, match="does not exist"):
     presets.run("nothing")
   assert presets.run("standby_pool").cells
+
+
+def test_large_jobs_are_simulated_less_often() -> None:
+  from decoupled.simulate.main import _enough
+  from decoupled.simulate.scenario import Scenario
+
+  assert _enough(Scenario(chips=1000), quick=False) == 8
+  assert _enough(Scenario(chips=600_000, days=30), quick=False) == 8
+  assert _enough(Scenario(chips=1_200_000, days=30), quick=False) == 4
+  assert _enough(Scenario(chips=2_400_000, days=30), quick=False) == 3
+  assert _enough(Scenario(chips=2_400_000, days=30), quick=True) == 2
