@@ -1,5 +1,6 @@
 """Arrays to and from a folder, through Orbax."""
 
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,19 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 FOLDER = "arrays"
+
+
+def warm_up(small: Any) -> None:
+  """Saves `small`, so that the first real save takes no longer than others.
+
+  What is imported and set up at the first save would otherwise compete with
+  the inner loop for the interpreter.
+
+  Args:
+    small: an array of the kind that will be saved: NumPy, or JAX on a mesh.
+  """
+  with tempfile.TemporaryDirectory(prefix="decoupled-") as folder:
+    save(epath.Path(folder), {"small": small})
 
 
 def save(folder: epath.Path, tree: Any) -> None:

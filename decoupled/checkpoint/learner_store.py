@@ -36,6 +36,13 @@ class LearnerSnapshot:
   skipped: tuple[str, ...]
 
 
+def warm_up(small: Any) -> None:
+  """See `arrays.warm_up`."""
+  from decoupled.checkpoint import arrays
+
+  arrays.warm_up(small)
+
+
 def save_learner(
   store: StorePath,
   learner_id: int,

@@ -101,6 +101,13 @@ class GlobalSnapshot:
     return whole
 
 
+def warm_up() -> None:
+  """See `arrays.warm_up`."""
+  from decoupled.checkpoint import arrays
+
+  arrays.warm_up(np.zeros(1, np.float32))
+
+
 def save_global(
   store: StorePath,
   round: int,

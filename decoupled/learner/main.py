@@ -77,6 +77,7 @@ def run(config: Config, options: LearnerOptions) -> int:
     mesh,
   )
   copy = compile_copy(specs.opt_state)
+  learner_store.warm_up(jax.device_put(np.int32(0), meshes.replicated(mesh)))
   init = steps.make_init(task, optimizer, mesh)
   state = init(np.uint32(options.seed))
   state, restored = _restore(options, specs, state)

@@ -86,7 +86,8 @@ class Snapshots:
     self._copy = copy
     ahead = place.learner_id * _GOLDEN % 1.0
     self._last_step = -ahead * settings.every_rounds * steps_per_round
-    self._last_s = clock.now() - ahead * settings.every_s
+    rest_s = max(settings.every_s, settings.least_s)
+    self._last_s = clock.now() - ahead * rest_s
     self._under_way: threading.Thread | None = None
 
   def after_step(self, now: Trained) -> None:

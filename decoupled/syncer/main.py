@@ -98,6 +98,7 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
     rounds, store, config.checkpoint, log, clock, may_commit=lease.check
   )
   sinks.add(snapshots)
+  syncer_store.warm_up()
   traffic = asyncio.run(
     _while_leased(
       serve(

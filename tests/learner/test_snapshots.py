@@ -156,6 +156,19 @@ def test_learners_do_not_all_save_at_the_same_moment(tmp_path, sharding):
   assert first == {0: 20, 1: 8, 2: 16, 3: 3}
 
 
+def test_nor_where_the_rounds_are_short(tmp_path, sharding):
+  first = set()
+  for learner in range(4):
+    loop = Loop(
+      tmp_path, sharding, learner=learner, every_rounds=1, least_s=20.0
+    )
+    while loop.snapshots._under_way is None:
+      loop.run(1)  # 1 s
+    loop.settle()
+    first.add(loop.done.step)
+  assert first == {20, 8, 16, 3}
+
+
 def test_short_rounds_do_not_make_it_save_all_the_time(tmp_path, sharding):
   loop = Loop(tmp_path, sharding, every_rounds=2, least_s=16.0)
   for _ in range(10):
