@@ -1,10 +1,14 @@
 """Real `decoupled` processes for tests, always reaped."""
 
+import atexit
+import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +21,20 @@ def environment() -> dict[str, str]:
   """One XLA thread a process, and none of the test session's own settings."""
   inherited = ("XLA_FLAGS", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES")
   env = {k: v for k, v in os.environ.items() if k not in inherited}
-  return {**env, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
+  return {
+    **env,
+    "NPROC": "1",
+    "JAX_PLATFORMS": "cpu",
+    "JAX_COMPILATION_CACHE_DIR": _compiled(),
+  }
+
+
+@functools.cache
+def _compiled() -> str:
+  """A cache of this session's own: only the first process compiles a step."""
+  folder = tempfile.mkdtemp(prefix="decoupled-tests-")
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  return folder
 
 
 def decoupled(
