@@ -290,7 +290,7 @@ def _train(
     pace,
     tokens_per_step=per_step,
     learner_id=learner_id,
-    pad=_pad(config, learner_id),
+    pad=_pad(config, learner_id, mesh),
     slow=Slowdown.from_environment(),
     stopping=stopping.is_set,
     after_step=after_step,
@@ -299,8 +299,15 @@ def _train(
   metrics.close()
 
 
-def _pad(config: Config, learner_id: int) -> Callable[[], float]:
-  """The sleep of each step: fixed, or spread evenly about its mean."""
+def _pad(
+  config: Config, learner_id: int, mesh: jax.sharding.Mesh
+) -> Callable[[], float]:
+  """The sleep of each step: fixed, or spread evenly about its mean.
+
+  It stands for accelerator time: where there is an accelerator, there is none.
+  """
+  if mesh.devices.flat[0].platform != "cpu":
+    return lambda: 0.0
   mean, share = config.local.pad_s, config.local.jitter
   draw = random.Random(learner_id)
   return lambda: mean * (1 + share * draw.uniform(-1, 1)) if share else mean

@@ -97,14 +97,15 @@ class Local:
   Attributes:
     remat: recompute activations in the backward pass instead of keeping them.
     microbatches: pieces of a batch whose gradients are accumulated.
-    pad_s: fixed sleep per inner step that stands for accelerator time.
+    pad_s: fixed sleep per inner step on CPU devices, which stands for
+      accelerator time.
     jitter: share by which that sleep varies from step to step, evenly spread.
     xla_threads: threads of XLA on the CPU; 0 = XLA's own choice.
   """
 
   remat: bool = False
   microbatches: int = 1
-  pad_s: float = 0.05
+  pad_s: float = 0.08
   jitter: float = 0.0
   xla_threads: int = 1
 

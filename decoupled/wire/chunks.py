@@ -84,11 +84,11 @@ class Assembly:
     """The whole payload, read-only.
 
     Raises:
-      Refused: `shape`: the stream ended too early.
+      Refused: `incomplete`: the stream ended too early; its sender may be dead.
     """
     if self._filled != self.size:
       raise Refused(
-        "shape",
+        "incomplete",
         f"the stream ended after {self._filled} of {self.size} bytes",
       )
     self._data.flags.writeable = False
