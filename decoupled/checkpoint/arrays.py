@@ -1,5 +1,6 @@
 """Arrays to and from a folder, through Orbax."""
 
+import logging
 import tempfile
 from collections.abc import Mapping
 from typing import Any
@@ -10,18 +11,24 @@ from etils import epath
 
 FOLDER = "arrays"
 
+_LOG = logging.getLogger(__name__)
+
 
 def warm_up(small: Any) -> None:
   """Saves `small`, so that the first real save takes no longer than others.
 
   What is imported and set up at the first save would otherwise compete with
-  the inner loop for the interpreter.
+  the inner loop for the interpreter. A failure (no room for temporary files)
+  is said and costs nothing else.
 
   Args:
     small: an array of the kind that will be saved: NumPy, or JAX on a mesh.
   """
-  with tempfile.TemporaryDirectory(prefix="decoupled-") as folder:
-    save(epath.Path(folder), {"small": small})
+  try:
+    with tempfile.TemporaryDirectory(prefix="decoupled-") as folder:
+      save(epath.Path(folder), {"small": small})
+  except Exception as error:  # Orbax raises many kinds
+    _LOG.warning("saving is not warmed up: %s", error)
 
 
 def save(folder: epath.Path, tree: Any) -> None:

@@ -126,6 +126,7 @@ class _Job:
     self._started_at = time.monotonic()
     self._rounds_closed = standing.rounds
     self._draining = False
+    self._was_draining = False
     self._signal: signal.Signals | None = None
     self._proxies: dict[int, Proxy] = {}
     self._reader = EventReader(workdir.events)
@@ -287,8 +288,6 @@ class _Job:
     elif self._was_draining:
       self._supervisor.restarts_again()
     self._was_draining = self._draining
-
-  _was_draining = False
 
   def _read_events(self) -> None:
     for event in self._reader.new():

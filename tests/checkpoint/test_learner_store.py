@@ -117,3 +117,15 @@ def test_another_model_is_refused_not_squeezed_in(tmp_path):
   other = _abstract({"w": jnp.zeros((4, 5))}, mesh)
   with pytest.raises(DecoupledError, match="no snapshot under"):
     learner_store.restore_learner(tmp_path, 0, other)
+
+
+def test_no_room_to_warm_up_in_is_said_and_costs_nothing(
+  tmp_path, monkeypatch, caplog
+):
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+  learner_store.warm_up(np.zeros(1))
+  assert "not warmed up" in caplog.text
+  (tmp_path / "there").mkdir()
+  monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "there"))
+  learner_store.warm_up(np.zeros(1))
+  assert not list((tmp_path / "there").iterdir())

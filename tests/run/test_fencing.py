@@ -2,7 +2,6 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,6 @@ from tests.run.processes import QUICK, Processes, decoupled, until
 
 LIMIT_S = 120
 LEASE_S = 2.0
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-  started = Processes(tmp_path)
-  yield started
-  started.close()
 
 
 @pytest.mark.slow

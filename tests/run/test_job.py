@@ -2,19 +2,11 @@
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.run.processes import QUICK, Processes, decoupled, events, of, until
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-  started = Processes(tmp_path)
-  yield started
-  started.close()
 
 
 @pytest.mark.slow

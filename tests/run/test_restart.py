@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,13 +11,6 @@ from decoupled import cli
 from tests.run.processes import QUICK, Processes, decoupled, events, of, until
 
 LIMIT_S = 280
-
-
-@pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-  started = Processes(tmp_path)
-  yield started
-  started.close()
 
 
 @pytest.mark.slow
