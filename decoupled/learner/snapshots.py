@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeAlias
 
 import jax
@@ -21,7 +21,7 @@ from decoupled.checkpoint.settings import Checkpoint
 from decoupled.clock import Clock
 from decoupled.errors import DecoupledError
 from decoupled.learner.loop import Trained
-from decoupled.link import background
+from decoupled.link import workers
 from decoupled.types import EventSink
 
 Copier: TypeAlias = Callable[[Any], Any]
@@ -88,11 +88,15 @@ class Snapshots:
     self._last_step = -ahead * settings.every_rounds * steps_per_round
     rest_s = max(settings.every_s, settings.least_s)
     self._last_s = clock.now() - ahead * rest_s
-    self._under_way: threading.Thread | None = None
+    self._idle = threading.Event()
+    self._idle.set()
+    self._next: tuple[Any, int, dict[str, Any]] | None = None
+    # made here: to start a thread is to wait for it
+    self._worker = workers.Threaded("snapshot", self._beside, self._failed)
 
   def after_step(self, now: Trained) -> None:
     """Begins a save if one is due and none is under way; never waits."""
-    if self._under_way is not None and self._under_way.is_alive():
+    if not self._idle.is_set():
       return
     rounds = (now.step - self._last_step) / self._steps_per_round
     if not self._settings.due(rounds, self._clock.now() - self._last_s):
@@ -101,26 +105,32 @@ class Snapshots:
     state = self._copy(now.state.opt_state)
     for leaf in jax.tree.leaves(state):
       leaf.copy_to_host_async()
-    self._under_way = threading.Thread(
-      target=self._beside,
-      args=(state, now.schedule_step, self._meta(now)),
-      name="snapshot",
-      daemon=True,
-    )
-    self._under_way.start()
+    self._next = (state, now.schedule_step, self._meta(now))
+    self._idle.clear()
+    self._worker.put(now.schedule_step)
 
   def save(self, now: Trained) -> None:
     """Saves the state as it is, after whatever is under way; waits."""
-    if self._under_way is not None:
-      self._under_way.join()
+    self.finish()
     self._save(now.state.opt_state, now.schedule_step, self._meta(now))
 
-  def _beside(self, state: Any, number: int, meta: dict[str, Any]) -> None:
-    background.give_way()
+  def finish(self) -> None:
+    """Returns when nothing is under way any more."""
+    self._idle.wait()
+
+  def _beside(self, key: Hashable) -> None:
+    del key  # at most one save waits
+    assert self._next is not None
+    state, number, meta = self._next
+    self._next = None
     try:
       self._save(state, number, meta)
-    except Exception:  # a fault of the program: training goes on
-      _LOG.exception("a snapshot failed")
+    finally:
+      self._idle.set()
+
+  def _failed(self, error: BaseException) -> None:
+    """A fault of the program: training goes on."""
+    _LOG.error("a snapshot failed", exc_info=error)
 
   def _meta(self, now: Trained) -> dict[str, Any]:
     return {

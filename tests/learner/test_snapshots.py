@@ -65,8 +65,7 @@ class Loop:
         self.snapshots.after_step(self.done)
 
   def settle(self):
-    if self.snapshots._under_way is not None:
-      self.snapshots._under_way.join(LIMIT_S)
+    assert self.snapshots._idle.wait(LIMIT_S)
 
   def restored(self):
     return learner_store.restore_learner(
@@ -139,7 +138,7 @@ def test_a_failing_save_is_counted_and_the_next_one_comes(
 def test_without_an_interval_there_is_only_the_last_one(tmp_path, sharding):
   loop = Loop(tmp_path, sharding, every_rounds=0)
   loop.run(50)
-  assert loop.snapshots._under_way is None
+  assert not loop.events.of("checkpoint")
   loop.snapshots.save(loop.done)
   assert loop.restored().step == 150
 
@@ -148,9 +147,9 @@ def test_learners_do_not_all_save_at_the_same_moment(tmp_path, sharding):
   first = {}
   for learner in range(4):
     loop = Loop(tmp_path, sharding, learner=learner, every_rounds=10)
-    while loop.snapshots._under_way is None:
+    while not loop.events.of("checkpoint"):
       loop.run(1)
-    loop.settle()
+      loop.settle()
     first[learner] = loop.done.step
   # an interval of 20 steps; each begins elsewhere in it
   assert first == {0: 20, 1: 8, 2: 16, 3: 3}
@@ -162,9 +161,9 @@ def test_nor_where_the_rounds_are_short(tmp_path, sharding):
     loop = Loop(
       tmp_path, sharding, learner=learner, every_rounds=1, least_s=20.0
     )
-    while loop.snapshots._under_way is None:
+    while not loop.events.of("checkpoint"):
       loop.run(1)  # 1 s
-    loop.settle()
+      loop.settle()
     first.add(loop.done.step)
   assert first == {20, 8, 16, 3}
 
