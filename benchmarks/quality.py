@@ -29,7 +29,7 @@ import jobs
 ROOT = Path(__file__).resolve().parent
 RECIPE = "quality.gin"
 LEARNERS = 4
-# Its own best inner optimizer, from the sweep.
+# The best of those tried for it, from the sweep.
 DATA_PARALLEL = (
   "Optimizer.learning_rate=0.006",
   "Optimizer.b1=0.9",
