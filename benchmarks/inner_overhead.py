@@ -1,6 +1,6 @@
 """What does exchanging a fragment every step cost the inner loop?
 
-    python benchmarks/inner_overhead.py              (about 3 minutes)
+    python benchmarks/inner_overhead.py              (about 6 minutes)
 
 One process trains the same compiled, unpadded step (one XLA thread, one
 device) in interleaved segments of 100 steps: as a bare jitted loop that
@@ -114,7 +114,7 @@ def main() -> None:
   parser.add_argument("--pairs", type=int, default=9)
   parser.add_argument("--steps", type=int, default=100)
   parser.add_argument("--settle", type=int, default=SETTLE_STEPS)
-  parser.add_argument("--sequences", type=int, default=28)
+  parser.add_argument("--sequences", type=int, default=64)
   parser.add_argument("--smoke", action="store_true", help="seconds, no result")
   args = parser.parse_args()
   if args.smoke:

@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,8 @@ from decoupled.observe.events import read
 # All jobs of one benchmark run the same program: only the first compiles it.
 _CACHE = Path(tempfile.mkdtemp(prefix="decoupled-bench-cache-"))
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+# A benchmark that is terminated takes its job with it.
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class Job(NamedTuple):

@@ -14,9 +14,10 @@ A repeat counts with its worst survivor, the one with the longest gap; numbers
 are medians over the repeats:
 
   gap_s, median_step_s, quiet_gap_s  as in report.json (design section 7)
-  undisturbed        every survivor of every repeat; null (no quiet stretch to
-                     compare with) counts as disturbed
-  gap_steps          gap in median steps                             (<= 3)
+  gap_steps          gap in median steps
+  undisturbed        whether that is at most 3
+  undisturbed_survivors  of all repeats, how many the report itself calls so
+                     (null, no quiet stretch to compare with, is not)
   rounds_to_recover  rounds after the fault until four in a row again take at
                      most 1.25 x four median rounds before it        (<= 2)
   merged_share_over_processed_share   slow only: learner 2's share of the merged
@@ -141,17 +142,16 @@ def line(fault: str, repeats: list[Repeat]) -> dict[str, Any]:
   worst = [r.worst for r in repeats]
   quiet = [w["quiet_gap_s"] for w in worst]
   recovered = [rounds_to_recover(r.job, r.at_s) for r in repeats]
+  gap_steps = jobs.median([w["gap_s"] / w["median_step_s"] for w in worst])
+  verdicts = [s["undisturbed"] is True for r in repeats for s in r.survivors]
   return {
     "fault": fault,
     "gap_s": jobs.median([w["gap_s"] for w in worst]),
     "median_step_s": jobs.median([w["median_step_s"] for w in worst]),
     "quiet_gap_s": None if None in quiet else jobs.median(quiet),
-    "undisturbed": all(
-      s["undisturbed"] is True for r in repeats for s in r.survivors
-    ),
-    "gap_steps": round(
-      jobs.median([w["gap_s"] / w["median_step_s"] for w in worst]), 2
-    ),
+    "undisturbed": gap_steps <= 3,
+    "undisturbed_survivors": f"{sum(verdicts)} of {len(verdicts)}",
+    "gap_steps": round(gap_steps, 2),
     "rounds_to_recover": jobs.median(recovered),
     "repeats": len(repeats),
     "gaps_s": [w["gap_s"] for w in worst],
