@@ -32,7 +32,7 @@ LEARNERS = 4
 # The best of those tried for it, from the sweep.
 DATA_PARALLEL = (
   "Optimizer.learning_rate=0.006",
-  "Optimizer.b1=0.9",
+  "Optimizer.b1=0.6",
   "Optimizer.b2=0.95",
 )
 
