@@ -338,6 +338,8 @@ def _finish(
     p99_step_s=step_s[int(0.99 * (len(step_s) - 1))],
     compiles=compiles.counts(),
     loss=done.loss,
+    versions=[list(version) for version in link.versions],
+    params_digest=link.digest(done.state.params),
   )
   link.close()
   log.close()

@@ -32,7 +32,7 @@ from decoupled import faults
 from decoupled.algorithm.policy import Exchange, exchange_of
 from decoupled.clock import Clock, MonotonicClock
 from decoupled.errors import DecoupledError, Refused, Unreachable
-from decoupled.link import tree, workers
+from decoupled.link import digests, tree, workers
 from decoupled.link.agreement import Agreement, OneHost
 from decoupled.link.boundary import (
   Boundary,
@@ -308,6 +308,12 @@ class Link:
   def versions(self) -> tuple[Version, ...]:
     """The version of each fragment that the parameters hold."""
     return tuple(self._boundary.held)
+
+  def digest(self, params: Tree) -> str:
+    """Of what is sent of the parameters; waits for the devices."""
+    leaves, every = self._flatten(params), range(self.policy.P)
+    units = (self._ops.extract(p, leaves) for p in every)
+    return digests.of(self._ops.host(taken) for taken in units)
 
   def close(self) -> None:
     """Leaves the run and ends the background threads."""
