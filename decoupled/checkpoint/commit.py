@@ -21,6 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from etils import epath
 
+from decoupled import faults
 from decoupled.errors import DecoupledError
 
 MARKER = "COMMITTED.json"
@@ -93,6 +94,7 @@ def save(
   folder = epath.Path(group) / f"{number:012d}-{attempt}"
   try:
     folder.mkdir(parents=True)
+    faults.reached("checkpoint.begun")
     write(folder)
     _commit(folder, number, may_commit)
   except Exception as error:
@@ -102,6 +104,7 @@ def save(
       f"cannot save {folder}: {what[0]}; older snapshots are kept, free "
       "space or choose another --store"
     ) from error
+  faults.reached("checkpoint.committed")
   _retain(epath.Path(group), folder, keep, frozenset(keep_always), rank)
   return str(folder)
 
@@ -191,6 +194,7 @@ def _commit(
   for path in _files(folder):
     _sync(path)
     files[os.fspath(path.relative_to(folder))] = _sha256(path)
+    faults.reached("checkpoint.file")
   if not files:
     raise ValueError("nothing was written")
   marker = {
@@ -204,6 +208,7 @@ def _commit(
   unmarked.write_text(json.dumps(marker, indent=1))
   _sync(unmarked)
   may_commit()
+  faults.reached("checkpoint.before_commit")
   unmarked.rename(folder / MARKER)
   _sync(folder)
 

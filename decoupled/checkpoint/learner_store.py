@@ -11,6 +11,7 @@ from typing import Any
 
 from etils import epath
 
+from decoupled import faults
 from decoupled.checkpoint import commit
 from decoupled.checkpoint.commit import StorePath
 
@@ -75,6 +76,7 @@ def save_learner(
     from decoupled.checkpoint import arrays
 
     (folder / META).write_text(json.dumps(dict(meta), indent=1))
+    faults.reached("checkpoint.half_written")
     arrays.save(folder, tree)
 
   return commit.save(_group(store, learner_id), step, write, keep)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
+from decoupled import faults
 from decoupled.checkpoint import commit
 from decoupled.checkpoint.commit import Restored, StorePath
 from decoupled.types import (
@@ -136,6 +137,7 @@ def save_global(
     from decoupled.checkpoint import arrays
 
     (folder / STATE).write_text(json.dumps(_to_json(state), indent=1))
+    faults.reached("checkpoint.half_written")
     arrays.save(folder, _flat(state))
 
   return commit.save(

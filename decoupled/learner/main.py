@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from decoupled import faults
 from decoupled.chaos.slow import Slowdown
 from decoupled.checkpoint import learner_store
 from decoupled.clock import MonotonicClock
@@ -50,6 +51,7 @@ def run(config: Config, options: LearnerOptions) -> int:
   Raises:
     DecoupledError: with the line that the user reads.
   """
+  faults.arm(f"learner/{options.learner_id}")
   stopping = _on_sigterm()
   if options.devices_per_host:
     allocator.keep_freed_memory()
@@ -323,6 +325,7 @@ def _finish(
 ) -> None:
   """Saves the inner optimizer state, says goodbye, leaves."""
   log = _log(options)
+  faults.reached("learner.finished")
   saved.save(done)
   step_s = sorted(done.step_s) or [0.0]
   log.emit(
@@ -335,6 +338,8 @@ def _finish(
     p99_step_s=step_s[int(0.99 * (len(step_s) - 1))],
     compiles=compiles.counts(),
     loss=done.loss,
+    versions=[list(version) for version in link.versions],
+    params_digest=link.digest(done.state.params),
   )
   link.close()
   log.close()

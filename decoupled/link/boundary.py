@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import jax
 
+from decoupled import faults
 from decoupled.algorithm import adoption, schedule
 from decoupled.algorithm.policy import Exchange
 from decoupled.clock import Clock
@@ -338,6 +339,7 @@ class Boundary:
     self._ops.adopt(
       p, leaves, rule, self._policy.blend, staged.merged, reference
     )
+    faults.reached("link.adopting")
     left_steps, left_tokens = adoption.counters_after(
       rule, step - self._step_at[p], tokens - self._tokens_at[p], included
     )
@@ -394,6 +396,7 @@ class Boundary:
       total_tokens=tokens - self._session_tokens,
     )
     units = self._ops.extract(p, leaves)
+    faults.reached("link.extracting")
     self._landing(Extraction(header, units, step, tokens))
 
   def _forget_extractions(self, newest: Version) -> None:

@@ -28,10 +28,11 @@ from typing import Any
 
 import jax
 
+from decoupled import faults
 from decoupled.algorithm.policy import Exchange, exchange_of
 from decoupled.clock import Clock, MonotonicClock
 from decoupled.errors import DecoupledError, Refused, Unreachable
-from decoupled.link import tree, workers
+from decoupled.link import digests, tree, workers
 from decoupled.link.agreement import Agreement, OneHost
 from decoupled.link.boundary import (
   Boundary,
@@ -277,6 +278,7 @@ class Link:
     self._seed(leaves)
     if agreed.stop or self._over:
       stage = Stage.DRAINED
+      faults.reached("link.drained")
     self._publish(step, tokens, schedule_step, position, stage, loss)
     if self._ended():
       self.done = True
@@ -306,6 +308,12 @@ class Link:
   def versions(self) -> tuple[Version, ...]:
     """The version of each fragment that the parameters hold."""
     return tuple(self._boundary.held)
+
+  def digest(self, params: Tree) -> str:
+    """Of what is sent of the parameters; waits for the devices."""
+    leaves, every = self._flatten(params), range(self.policy.P)
+    units = (self._ops.extract(p, leaves) for p in every)
+    return digests.of(self._ops.host(taken) for taken in units)
 
   def close(self) -> None:
     """Leaves the run and ends the background threads."""
@@ -440,6 +448,7 @@ class Link:
   # --- behind the loop -----------------------------------------------------
 
   def _listen(self) -> None:
+    faults.reached("link.joined")
     self._lost_at = None
     session = self._boundary.session
     self._wire.listen(
@@ -493,6 +502,7 @@ class Link:
           extraction.tokens,
         )
       )
+      faults.reached("link.landed")
       self._workers["reporter"].put("report")
       self._offer(extraction.header.copy)
 
@@ -519,6 +529,7 @@ class Link:
     now = self._clock.now()
     if copy is None or now - self._sent.get(key, -_RESEND_S) < _RESEND_S:
       return
+    faults.reached("link.pull_received")
     base = None
     if self.policy.codec != "float32":
       base = self._bases.get((key.fragment, copy.header.base))
@@ -570,6 +581,7 @@ class Link:
       )
     )
     self._staged_versions[key] = merged.version
+    faults.reached("link.staged")
     self._wake.set()
 
   @property
@@ -589,6 +601,7 @@ class Link:
     while self._boundary.step_ends:
       ends.append(self._boundary.step_ends.popleft())
     self._seq += 1
+    faults.reached("link.before_report")
     self._wire.report(
       Report(
         learner_id=self.welcome.learner_id,
@@ -610,6 +623,7 @@ class Link:
         loss=progress.loss,
       )
     )
+    faults.reached("link.after_report")
     self._said_counts = (progress.step, progress.tokens)
     self._said_ends.extend(ends)
     while (

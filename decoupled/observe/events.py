@@ -105,9 +105,10 @@ KINDS: Mapping[str, Kind] = {
   ),
   "restart": _kind("A process is started again.", "role attempt", "cold"),
   "learner_done": _kind(
-    "Last words of an incarnation.",
+    "Last words of an incarnation. `params_digest`: of the parameters that "
+    "it holds, whose versions are `versions`, fragment by fragment.",
     "learner incarnation steps tokens median_step_s p99_step_s compiles",
-    "mfu loss",
+    "mfu loss versions params_digest",
   ),
   "wire": _kind(
     "Bytes moved by this syncer process so far (up: from learners).",

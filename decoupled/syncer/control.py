@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 import grpc.aio
 
+from decoupled import faults
 from decoupled.errors import Refused
 from decoupled.syncer.driver import Driver, JobT
 from decoupled.types import PROTOCOL_VERSION, Heartbeat, Report, Stage, Welcome
@@ -141,6 +142,7 @@ class Membership(pb_grpc.MembershipServicer):
       )
     hello = messages.hello_from(request)
     welcome = self._driver.call(self._rounds.hello, hello)
+    faults.reached("syncer.granted")
     self._run_id = welcome.run_id
     self._claims[welcome.learner_id] = _Claim(
       welcome.incarnation, hello.holder, hello.hosts
@@ -312,6 +314,7 @@ class Membership(pb_grpc.MembershipServicer):
     elif kind == "report":
       report = messages.report_from(message.report)
       _own(stream, report)
+      faults.reached("syncer.report_received")
       stream.report = report
       self._driver.call(self._rounds.report, report)
     else:

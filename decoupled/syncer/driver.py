@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
+from decoupled import faults
 from decoupled.clock import Clock
 from decoupled.types import (
   Announcement,
@@ -166,9 +167,12 @@ class Driver(Generic[JobT]):
     loop, job = asyncio.get_running_loop(), first
     try:
       while True:
+        faults.reached("syncer.merging")
         await loop.run_in_executor(self._pool, job.run)
+        faults.reached("syncer.merged")
         self._guard()
         self.rounds.merged(self.now(), job)
+        faults.reached("syncer.before_broadcast")
         following = self.rounds.next_merge()
         self._settle()
         if following is None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from decoupled import faults
 from decoupled.clock import Clock, MonotonicClock
 from decoupled.errors import DecoupledError
 
@@ -139,6 +140,7 @@ class Lease:
       path = _path(self._folder, self.term)
       staged = path.with_name(f".{path.name}.{os.getpid()}")
       staged.write_text(_text(self._mine), encoding="utf-8")
+      faults.reached("syncer.renewing")
       staged.replace(path)
       self._good_until = began + self._mine.lease_s
 

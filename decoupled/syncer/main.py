@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Coroutine
 from typing import Any
 
+from decoupled import faults
 from decoupled.checkpoint import syncer_store
 from decoupled.checkpoint.commit import Restored
 from decoupled.clock import MonotonicClock
@@ -40,6 +41,7 @@ def run(config: Config, options: SyncerOptions) -> int:
   Raises:
     DecoupledError: with the line that the user reads.
   """
+  faults.arm("syncer")
   lease = lease_lib.claim(options.workdir / "lease", config.limits.lease_s)
   try:
     return _run(config, options, lease)
@@ -94,6 +96,7 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
       role="syncer",
       skipped=restored.skipped,
     )
+    faults.reached("syncer.restored")
   snapshots = Snapshots(
     rounds, store, config.checkpoint, log, clock, may_commit=lease.check
   )
@@ -123,6 +126,7 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
     bytes_down=traffic.bytes_down,
     codec=config.exchange.codec,
   )
+  faults.reached("syncer.ended")
   if rounds.model is not None and rounds.has_history:
     snapshots.save()
   metrics.close()

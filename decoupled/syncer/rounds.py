@@ -19,6 +19,7 @@ from typing import Protocol
 import numpy as np
 import optax
 
+from decoupled import faults
 from decoupled.algorithm import (
   fragments,
   grace,
@@ -1111,6 +1112,7 @@ class Rounds:
     self._received.clear()
     # Copies extracted ahead carry the next numbers, but not the last steps.
     self._next_round += self._exchange.P
+    faults.reached("syncer.draining")
     self._enter(Phase.DRAINING, self._drain_why)
     self._drain_by = now + self._limits.drain_s
     self._ends_by = now + 2 * self._limits.drain_s

@@ -17,6 +17,7 @@ import grpc
 import grpc.aio
 import numpy as np
 
+from decoupled import faults
 from decoupled.errors import Refused
 from decoupled.syncer.control import Traffic, refuse
 from decoupled.syncer.driver import Driver, JobT
@@ -79,6 +80,7 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
     try:
       async with asyncio.timeout(self._transfer_s):
         contribution = await self._receive(request_iterator, known)
+      faults.reached("syncer.received")
       reason = self._driver.call(self._rounds.contribution, contribution)
       return pb.ContributeReply(refusal=reason)
     except Refused as error:
@@ -133,6 +135,7 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
       data = messages.data_from(part)
       self._traffic.bytes_up += len(data.data)
       assembly.add(data.data, data.crc32)
+      faults.reached("syncer.half_received")
     return assembly.finish()
 
   def _assembly(self, fragment: int, encoding: Encoding) -> chunks.Assembly:
@@ -195,6 +198,7 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
     except Refused as error:
       await refuse(context, error)
     yield messages.fragment_to(merged, encoding)
+    faults.reached("syncer.half_sent")
     for piece in chunks.split(payload, CHUNK_BYTES):
       self._traffic.bytes_down += len(piece.data)
       yield pb.Chunk(data=pb.Data(crc32=piece.crc32, data=piece.data))

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from decoupled import faults
 from decoupled.clock import Clock, MonotonicClock
 from decoupled.errors import DecoupledError, Refused, Unreachable
 from decoupled.types import (
@@ -260,6 +261,7 @@ class GrpcLearnerWire:
         f"a delta against {encoding.base}, {held} is what this learner holds"
       )
     manifest = self._granted.manifest
+    faults.reached("wire.half_received")
     shapes = [manifest.shape(unit) for unit in manifest.fragments[fragment]]
     dtype: np.dtype[Any] = (
       codecs.FULL if encoding.base is None else codecs.DELTA
@@ -393,6 +395,7 @@ def _stream_of(
   header: fragments_pb2.Chunk, payload: codecs.Payload
 ) -> Iterator[fragments_pb2.Chunk]:
   yield header
+  faults.reached("wire.half_sent")
   for piece in chunks.split(payload, credentials.CHUNK_BYTES):
     data = fragments_pb2.Data(crc32=piece.crc32, data=piece.data)
     yield fragments_pb2.Chunk(data=data)
