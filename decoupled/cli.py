@@ -81,7 +81,7 @@ COMMANDS: dict[str, Command] = {
   "status": Command(
     "where a job is: phase, rounds, learners",
     "decoupled.launch.control:show_status",
-    flags.job,
+    flags.status,
     flags.job_options,
   ),
   "drain": Command("swaps a role to a standby, as planned"),
@@ -112,6 +112,12 @@ COMMANDS: dict[str, Command] = {
     flags.checkpoints,
     flags.checkpoints_options,
     words="list|verify [PATH]",
+  ),
+  "certs": Command(
+    "certificates for a syncer that other machines can reach",
+    "decoupled.launch.certs:main",
+    flags.certs,
+    flags.certs_options,
   ),
   "generate": Command("continues a text with what was trained"),
   "export": Command("writes what was trained in another format"),

@@ -184,6 +184,30 @@ def _validate_mesh(config: Config, devices: int) -> None:
     )
 
 
+def replaced(
+  config: Config, values: Mapping[str, object], origin: str
+) -> Config:
+  """The same configuration with other values, checked like any other.
+
+  Args:
+    config: what was resolved.
+    values: `Component.param` -> value; names must exist.
+    origin: where they come from, for people.
+
+  Raises:
+    ConfigError: a value of the wrong type, or an impossible combination.
+  """
+  origins = {**config.origins, **dict.fromkeys(values, origin)}
+  bound: dict[str, dict[str, Any]] = {name: {} for name in COMPONENTS}
+  for name, value in config.values():
+    component, _, param = name.partition(".")
+    bound[component][param] = values.get(name, value)
+  built = {
+    name.lower(): _build(name, bound[name], origins) for name in COMPONENTS
+  }
+  return Config(**built, origins=types.MappingProxyType(origins))
+
+
 def contract_lines(config: Config) -> tuple[tuple[str, str], ...]:
   """The `key -> value` lines that every peer of a run must agree on."""
   return tuple(

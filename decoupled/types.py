@@ -304,6 +304,21 @@ class Hello:
 
 
 @dataclasses.dataclass(frozen=True)
+class RunContract:
+  """What the peers of a run agree on, as its syncer says it.
+
+  Attributes:
+    run_id: the run.
+    phase: where it is.
+    lines: `key -> value`.
+  """
+
+  run_id: str
+  phase: Phase
+  lines: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Welcome:
   """The syncer's answer to an accepted claim.
 

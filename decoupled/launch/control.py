@@ -5,6 +5,7 @@ import signal
 import time
 
 from decoupled.errors import DecoupledError
+from decoupled.launch import remote
 from decoupled.launch.options import JobOptions
 from decoupled.launch.workdir import Workdir
 from decoupled.observe import page, report, status, summary
@@ -18,6 +19,8 @@ def stop(options: JobOptions) -> int:
   Raises:
     DecoupledError: no job is running there, or it has not ended in time.
   """
+  if options.syncer_address:
+    return remote.stop(options)
   workdir = Workdir(options.workdir)
   pid = workdir.live_process()
   if pid is None:
@@ -37,7 +40,9 @@ def stop(options: JobOptions) -> int:
 
 
 def show_status(options: JobOptions) -> int:
-  """Prints where the newest job of the workdir is."""
+  """Prints where the newest job of the workdir is, or what a syncer says."""
+  if options.syncer_address:
+    return remote.show_status(options)
   lines = status.status_lines(options.workdir)
   pid = Workdir(options.workdir).live_process()
   runner = "no process runs it" if pid is None else f"run by process {pid}"

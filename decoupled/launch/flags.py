@@ -7,7 +7,9 @@ from typing import Any
 from absl import flags
 
 from decoupled.errors import ConfigError
+from decoupled.launch import folders
 from decoupled.launch.options import (
+  CertsOptions,
   CheckpointsOptions,
   DoctorOptions,
   EvaluateOptions,
@@ -102,19 +104,25 @@ def syncer(values: flags.FlagValues) -> None:
   _define(flags.DEFINE_string, values)(
     "bind", "127.0.0.1:0", "host:port or [::1]:port; port 0 = any free one"
   )
-  _define(flags.DEFINE_boolean, values)(
-    "allow_remote", False, "allow a bind that other machines can reach"
-  )
   _whole(values, "learners", 1, "learners to wait for at the start")
   _ends(values, "0 = no such end")
   _seed(values)
   _resume(values)
   _token_file(values)
+  text = _define(flags.DEFINE_string, values)
+  text(
+    "tls_cert", "", "PEM file of the certificate to show: TLS, not plain text"
+  )
+  text("tls_key", "", "PEM file of its key (see `decoupled certs`)")
   _started_at(values)
 
 
 def learner(values: flags.FlagValues) -> None:
-  _workdir(values, "where the learner writes what is its own")
+  _workdir(
+    values,
+    "where the learner writes what is its own (default: a folder of this "
+    "machine's temporary one, private and the same for the same syncer)",
+  )
   _store(values)
   _define(flags.DEFINE_string, values)(
     "syncer_address",
@@ -134,8 +142,11 @@ def learner(values: flags.FlagValues) -> None:
   _whole(
     values, "devices_per_host", 0, "CPU devices to simulate (0 = real ones)"
   )
-  _seed(values)
+  _define(flags.DEFINE_integer, values)(
+    "seed", None, "the run's seed (default: whatever it has)", lower_bound=0
+  )
   _token_file(values)
+  _tls_ca(values)
   _started_at(values)
 
 
@@ -199,8 +210,20 @@ def job(values: flags.FlagValues) -> None:
   _workdir(values, "of the job")
 
 
-def stop(values: flags.FlagValues) -> None:
+def status(values: flags.FlagValues) -> None:
   job(values)
+  _define(flags.DEFINE_string, values)(
+    "syncer_address",
+    "",
+    "host:port of a syncer, or @FILE in which it publishes it, to ask instead "
+    "of looking at the workdir",
+  )
+  _token_file(values)
+  _tls_ca(values)
+
+
+def stop(values: flags.FlagValues) -> None:
+  status(values)
   _define(flags.DEFINE_float, values)(
     "limit_s", 120.0, "how long to wait until it has ended", lower_bound=0.0
   )
@@ -210,6 +233,18 @@ def checkpoints(values: flags.FlagValues) -> None:
   _workdir(values, "of the run (default: runs/default)")
   _store(values)
   _define(flags.DEFINE_boolean, values)("json", False, "print JSON, no table")
+
+
+def certs(values: flags.FlagValues) -> None:
+  text = _define(flags.DEFINE_string, values)
+  text("out", "", "folder for the certificates; nothing in it is overwritten")
+  text(
+    "hosts",
+    "",
+    "names and addresses by which learners dial the syncer, separated by "
+    "commas (default: those of this machine)",
+  )
+  _define(flags.DEFINE_integer, values)("days", 365, "how long they are good")
 
 
 # ---- options -----------------------------------------------------------------
@@ -236,6 +271,11 @@ def run_options(values: flags.FlagValues, default: Path) -> RunOptions:
 
 
 def syncer_options(values: flags.FlagValues, default: Path) -> SyncerOptions:
+  if bool(_get(values, "tls_cert")) != bool(_get(values, "tls_key")):
+    raise ConfigError(
+      "--tls_cert and --tls_key go together: a certificate and its own key "
+      "(see `decoupled certs`)"
+    )
   return SyncerOptions(
     workdir=_path(values, default),
     store=_get(values, "store"),
@@ -246,13 +286,15 @@ def syncer_options(values: flags.FlagValues, default: Path) -> SyncerOptions:
     seed=_get(values, "seed"),
     resume=_get(values, "resume"),
     token_file=_optional_path(values, "token_file"),
+    tls_cert=_optional_path(values, "tls_cert"),
+    tls_key=_optional_path(values, "tls_key"),
     started_at=_get(values, "started_at"),
-    allow_remote=_get(values, "allow_remote"),
   )
 
 
 def learner_options(values: flags.FlagValues, default: Path) -> LearnerOptions:
-  workdir = _path(values, default)
+  where = _get(values, "syncer_address")
+  workdir = _path(values, folders.learner(where) if where else default)
   ranks, rank = _get(values, "num_processes"), _get(values, "process_id")
   if ranks < 1 or rank >= ranks:
     raise ConfigError(
@@ -261,15 +303,14 @@ def learner_options(values: flags.FlagValues, default: Path) -> LearnerOptions:
   return LearnerOptions(
     workdir=workdir,
     store=_get(values, "store"),
-    syncer_address=(
-      _get(values, "syncer_address") or f"@{workdir / 'syncer.address'}"
-    ),
+    syncer_address=where or f"@{workdir / 'syncer.address'}",
     learner_id=_get(values, "learner_id"),
     learners=_get(values, "learners"),
     process_id=rank,
     num_processes=ranks,
     coordinator_address=_get(values, "coordinator_address"),
     token_file=_optional_path(values, "token_file"),
+    tls_ca=_optional_path(values, "tls_ca"),
     seed=_get(values, "seed"),
     devices_per_host=_get(values, "devices_per_host"),
     started_at=_get(values, "started_at"),
@@ -323,7 +364,26 @@ def simulate_options(
 
 def job_options(values: flags.FlagValues, default: Path) -> JobOptions:
   limit_s = _get(values, "limit_s") if "limit_s" in values else 60.0
-  return JobOptions(_path(values, default), limit_s)
+  workdir = _path(values, default)
+  if "syncer_address" not in values:
+    return JobOptions(workdir, limit_s)
+  return JobOptions(
+    workdir,
+    limit_s,
+    syncer_address=_get(values, "syncer_address"),
+    token_file=_optional_path(values, "token_file"),
+    tls_ca=_optional_path(values, "tls_ca"),
+  )
+
+
+def certs_options(values: flags.FlagValues, default: Path) -> CertsOptions:
+  del default  # it has no workdir
+  if not _get(values, "out"):
+    raise ConfigError("name a folder for the certificates: --out DIR")
+  hosts = [host.strip() for host in _get(values, "hosts").split(",")]
+  return CertsOptions(
+    Path(_get(values, "out")), tuple(filter(None, hosts)), _get(values, "days")
+  )
 
 
 def checkpoints_options(
@@ -396,6 +456,15 @@ def _resume(values: flags.FlagValues) -> None:
 def _token_file(values: flags.FlagValues) -> None:
   _define(flags.DEFINE_string, values)(
     "token_file", "", "file with the token that every call must carry"
+  )
+
+
+def _tls_ca(values: flags.FlagValues) -> None:
+  _define(flags.DEFINE_string, values)(
+    "tls_ca",
+    "",
+    "PEM file of the authority that signed the syncer's certificate: TLS, not "
+    "plain text",
   )
 
 

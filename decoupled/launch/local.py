@@ -25,7 +25,7 @@ from decoupled.chaos.proxy import Proxy
 from decoupled.chaos.schedule import Schedule
 from decoupled.config import Config, contract_lines, gin_text, validate
 from decoupled.errors import ConfigError, DecoupledError
-from decoupled.launch import control
+from decoupled.launch import control, termination
 from decoupled.launch import devices as devices_lib
 from decoupled.launch.devices import Devices
 from decoupled.launch.options import JobOptions, RunOptions
@@ -41,7 +41,7 @@ _LOG = logging.getLogger("decoupled.run")
 _TICK_S = 0.2
 _CHAOS_TICK_S = 0.02
 _EVALUATE_S = 600.0
-_KILL_AFTER_S = 10.0
+_MARGIN_S = 2.0  # beyond the grace time of a process that is told to end
 # Beyond the drain itself: saving, and the syncer's own goodbyes.
 _SAVE_S = 60.0
 
@@ -128,6 +128,7 @@ class _Job:
     self._draining = False
     self._was_draining = False
     self._signal: signal.Signals | None = None
+    self._told: signal.Signals | None = None  # the syncer, not this process
     self._proxies: dict[int, Proxy] = {}
     self._reader = EventReader(workdir.events)
     self._reader.new()  # what earlier jobs wrote
@@ -141,8 +142,9 @@ class _Job:
       try:
         self._start()
         reason = self._supervise()
-        status = "interrupted" if self._signal else "completed"
-        if reason and not self._signal:
+        stopped = self._signal or self._told
+        status = "interrupted" if stopped else "completed"
+        if reason and not stopped:
           status = "failed"
       except RoleFailed as error:
         reason = str(error)
@@ -251,6 +253,9 @@ class _Job:
         self._wind_down()
         return "no learner is left: none runs, and no restart is owed"
     status = self._supervisor.finished("syncer")
+    if status and termination.told(status):
+      self._told = termination.signal_of(status)
+      return self._see_off()
     if status:
       self._see_off()
       return f"the syncer ended with status {status}, and is not restarted"
@@ -338,11 +343,11 @@ class _Job:
     limits = self._config.limits
     if not self._supervisor.send("syncer", signal.SIGTERM):
       # Nobody would ever tell the learners to leave.
-      self._supervisor.stop(limits.drain_s, signal.SIGTERM)
+      self._supervisor.stop(limits.grace_s + _MARGIN_S, signal.SIGTERM)
       return ""
     self._await(
       lambda: self._supervisor.pid("syncer") is None,
-      limits.drain_s + _SAVE_S,
+      limits.grace_s + _MARGIN_S,
     )
     return self._see_off()
 
@@ -353,7 +358,8 @@ class _Job:
       lambda: not self._supervisor.running(),
       self._config.limits.drain_s + _SAVE_S,
     )
-    self._supervisor.stop(_KILL_AFTER_S, signal.SIGTERM)
+    grace_s = self._config.limits.grace_s
+    self._supervisor.stop(grace_s + _MARGIN_S, signal.SIGTERM)
     return ""
 
   def _await(self, done: Callable[[], bool], limit_s: float) -> None:
@@ -386,8 +392,12 @@ class _Job:
     return ""
 
   def _report(self, status: str, reason: str) -> int:
-    if self._signal and status == "interrupted":
-      reason = f"stopped by {self._signal.name}"
+    if status == "interrupted":
+      reason = (
+        f"stopped by {self._signal.name}"
+        if self._signal
+        else f"the syncer was stopped by {(self._told or signal.SIGTERM).name}"
+      )
     self._events.emit("end", status=status, reason=reason)
     self._events.close()
     self._progress.close()
@@ -396,7 +406,7 @@ class _Job:
       raise DecoupledError(f"the job failed: {reason}")
     if status == "interrupted":
       print(f"{reason}; the same command goes on from here")
-      return 128 + (self._signal or signal.SIGTERM)
+      return 128 + (self._signal or self._told or signal.SIGTERM)
     return 0
 
   # ---- signals and leftovers -------------------------------------------------

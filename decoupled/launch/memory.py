@@ -218,11 +218,11 @@ class MemoryWire:
     return merged
 
   def leave(self, why: str = "") -> None:
-    del why
     if self._silent or self.welcome is None:
       return
     self._network.disconnected(self)
-    self._network.rounds.leave(self._network.clock.now(), *self._identity())
+    now = self._network.clock.now()
+    self._network.rounds.leave(now, *self._identity(), why)
 
   def close(self) -> None:
     self._network.disconnected(self)

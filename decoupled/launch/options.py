@@ -56,8 +56,9 @@ class SyncerOptions:
     seed: the run's seed.
     resume: auto, never or required.
     token_file: file with the run token every call must carry (None = none).
+    tls_cert: PEM file with the certificate to show (None = plain text).
+    tls_key: PEM file with its key.
     started_at: the job's t = 0 on this machine's monotonic clock (None = now).
-    allow_remote: whether a bind to other than loopback was asked for.
   """
 
   workdir: Path
@@ -69,8 +70,9 @@ class SyncerOptions:
   seed: int = 0
   resume: str = "auto"
   token_file: Path | None = None
+  tls_cert: Path | None = None
+  tls_key: Path | None = None
   started_at: float | None = None
-  allow_remote: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,8 @@ class LearnerOptions:
     num_processes: hosts of the learner.
     coordinator_address: of the learner's own `jax.distributed` job.
     token_file: file with the run token (None = none).
-    seed: the run's seed.
+    tls_ca: PEM file with the authority to believe (None = plain text).
+    seed: the run's seed (None = whatever the run has).
     devices_per_host: CPU devices to simulate (0 = use the devices there are).
     started_at: the job's t = 0 on this machine's monotonic clock (None = now).
   """
@@ -102,7 +105,8 @@ class LearnerOptions:
   num_processes: int = 1
   coordinator_address: str = ""
   token_file: Path | None = None
-  seed: int = 0
+  tls_ca: Path | None = None
+  seed: int | None = None
   devices_per_host: int = 0
   started_at: float | None = None
 
@@ -163,10 +167,32 @@ class JobOptions:
   Attributes:
     workdir: of the job.
     limit_s: how long to wait for it.
+    syncer_address: of a syncer to ask instead, `host:port` or `@FILE`
+      ("" = look at the workdir).
+    token_file: file with the run token, for that syncer (None = none).
+    tls_ca: PEM file with the authority to believe (None = plain text).
   """
 
   workdir: Path
   limit_s: float = 60.0
+  syncer_address: str = ""
+  token_file: Path | None = None
+  tls_ca: Path | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CertsOptions:
+  """`decoupled certs`: certificates for a syncer.
+
+  Attributes:
+    out: folder for them.
+    hosts: names and addresses of the syncer (none = those of this machine).
+    days: how long they are good for.
+  """
+
+  out: Path
+  hosts: tuple[str, ...] = ()
+  days: int = 365
 
 
 @dataclasses.dataclass(frozen=True)

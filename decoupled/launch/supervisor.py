@@ -19,14 +19,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from decoupled.errors import DecoupledError
-from decoupled.launch import affinity, child
+from decoupled.launch import affinity, child, termination
 from decoupled.types import EventSink
 
 MAX_FAILURES = 3
 BACKOFF_S = 0.5
 _TAIL_BYTES = 1 << 16
-# A process that was asked to stop and says so by its status.
-_TERMINATED = frozenset({128 + signal.SIGTERM, 128 + signal.SIGINT})
 
 
 class RoleFailed(DecoupledError):
@@ -43,7 +41,8 @@ class Role:
     env: its whole environment.
     log: file that its output is appended to.
     restarts: whether it is started again when it dies.
-    done_at_zero: status 0 means that the job is done, struck or not.
+    done_at_zero: status 0 means that the job is done, struck or not; so does
+      the status of a process that was told to end, and ended it in order.
     again: further arguments when it is started again; they overrule earlier
       ones.
   """
@@ -228,14 +227,15 @@ class Supervisor:
     fault = process.faults.popleft() if process.faults else None
     if self._ends(process.role) or fault is False:
       return False
-    if status == 0 and process.role.done_at_zero:
+    ended = status == 0 or termination.told(status)
+    if ended and process.role.done_at_zero:
       return False
     if fault:  # injected: says nothing about the role
       return process.role.restarts or self._fail(process, status)
     if status == 0:
       return False
     process.failures += 1
-    terminated = status < 0 or status in _TERMINATED
+    terminated = status < 0 or termination.told(status)
     hopeless = (
       not process.role.restarts
       or (not process.was_ready and not terminated)

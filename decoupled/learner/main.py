@@ -6,12 +6,8 @@ before the first step, so that a start or a restart never trains in vain.
 """
 
 import logging
-import os
 import random
-import signal
-import socket
 import statistics
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +18,13 @@ from decoupled import faults
 from decoupled.chaos.slow import Slowdown
 from decoupled.checkpoint import learner_store
 from decoupled.clock import MonotonicClock
-from decoupled.config import Config, contract_lines
+from decoupled.config import Config
 from decoupled.data import corpus as corpus_lib
 from decoupled.data.pipeline import Batches, Position, batch_spec
-from decoupled.launch import address, affinity
+from decoupled.launch import affinity, folders
 from decoupled.launch.options import LearnerOptions
-from decoupled.learner import allocator, compile_cache, loop
+from decoupled.launch.termination import Termination
+from decoupled.learner import allocator, compile_cache, joining, loop
 from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
 from decoupled.learner.optimizer import make_optimizer
@@ -37,11 +34,10 @@ from decoupled.link.link import Link, Patience
 from decoupled.models.task import LanguageModel
 from decoupled.observe.events import EventLog
 from decoupled.observe.metrics import Metrics, flop_utilisation
-from decoupled.types import Hello, Welcome
-from decoupled.wire import client, credentials
+from decoupled.types import Hello
+from decoupled.wire import client
 
 _LOG = logging.getLogger("decoupled.learner")
-_TERMINATED = 128 + signal.SIGTERM
 _METRICS_EVERY_S = 1.0
 
 
@@ -52,7 +48,24 @@ def run(config: Config, options: LearnerOptions) -> int:
     DecoupledError: with the line that the user reads.
   """
   faults.arm(f"learner/{options.learner_id}")
-  stopping = _on_sigterm()
+  folders.prepare(options.workdir)
+  named = f"/{options.learner_id}" if options.learner_id >= 0 else ""
+  end = Termination(f"learner{named}", config.limits.grace_s)
+  end.events = _log(options)
+  try:
+    return _run(config, options, end)
+  finally:
+    end.close()
+
+
+def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
+  wire: client.GrpcLearnerWire | None = None
+  if not joining.complete(config, options):
+    wire = joining.dial(config, options)
+    run_contract = wire.contract(joining.holder())
+    config, options = joining.adopt(config, options, run_contract)
+    _LOG.info("the contract of run %s is taken over", run_contract.run_id)
+  seed = options.seed or 0
   if options.devices_per_host:
     allocator.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
@@ -81,17 +94,20 @@ def run(config: Config, options: LearnerOptions) -> int:
   copy = compile_copy(specs.opt_state)
   learner_store.warm_up(jax.device_put(np.int32(0), meshes.replicated(mesh)))
   init = steps.make_init(task, optimizer, mesh)
-  state = init(np.uint32(options.seed))
+  state = init(np.uint32(seed))
   state, restored = _restore(options, specs, state)
-  link = _link(config, options, state.params, task, text.digest)
+  wire = wire or joining.dial(config, options)
+  end.goodbye = wire.leave
+  link = _link(config, options, wire, state.params, task, text.digest, end)
   welcome = link.join(state.params)
+  end.role = f"learner/{welcome.learner_id}"
   state = state._replace(params=link.begin(state.params))
   if restored and restored.get("run_id", welcome.run_id) != welcome.run_id:
     _LOG.warning(
       "the checkpoint of learner %d is of run %s, not of %s: not used",
       *(welcome.learner_id, restored["run_id"], welcome.run_id),
     )
-    fresh = init(np.uint32(options.seed))
+    fresh = init(np.uint32(seed))
     state, restored = state._replace(opt_state=fresh.opt_state), None
   if restored is None and welcome.has_history:
     _LOG.warning(
@@ -119,6 +135,7 @@ def run(config: Config, options: LearnerOptions) -> int:
   )
   _say_ready(options, link, restored is not None, compiles)
   affinity.release()
+  end.something_to_lose()
   _train(
     config,
     options,
@@ -129,11 +146,11 @@ def run(config: Config, options: LearnerOptions) -> int:
     batches,
     mesh,
     task,
-    stopping,
+    end.requested.is_set,
   )
-  _finish(options, link, done, saved, welcome, compiles)
+  _finish(options, link, done, saved, end, compiles)
   batches.close()
-  return 0 if link.done else _TERMINATED
+  return 0 if link.done else end.status
 
 
 def _say_ready(
@@ -159,13 +176,6 @@ def _log(options: LearnerOptions) -> EventLog:
     options.started_at or 0.0,
     MonotonicClock(),
   )
-
-
-def _on_sigterm() -> threading.Event:
-  """SIGTERM ends the loop at the next boundary, in order."""
-  stopping = threading.Event()
-  signal.signal(signal.SIGTERM, lambda *_: stopping.set())
-  return stopping
 
 
 def _store(options: LearnerOptions) -> str:
@@ -195,38 +205,31 @@ def _restore(
 def _link(
   config: Config,
   options: LearnerOptions,
+  wire: client.GrpcLearnerWire,
   params: Any,
   task: LanguageModel,
   digest: str,
+  end: Termination,
 ) -> Link:
-  limit_s = config.limits.connect_s
-  where = address.resolve(options.syncer_address, limit_s)
-  token = (
-    credentials.read_token(options.token_file) if options.token_file else ""
-  )
   hello = Hello(
     learner_id=options.learner_id,
-    holder=f"{socket.gethostname()}:{os.getpid()}",
+    holder=joining.holder(),
     run_id="",
     tensors=task.tensor_specs(),
-    contract=(
-      *contract_lines(config),
-      ("Corpus.digest", digest),
-      ("run.seed", str(options.seed)),
+    contract=joining.agreed(
+      config, options.seed or 0, [("Corpus.digest", digest)]
     ),
   )
   limits = config.limits
-  wire = client.GrpcLearnerWire(
-    where,
-    token,
-    connect_s=limits.connect_s,
-    transfer_s=limits.transfer_s,
-    moved=lambda: address.published(options.syncer_address),
-  )
+
+  def leaving(ending: bool) -> bool:
+    """A drain is worth some of the grace time, any other wait is not."""
+    return end.half_over() if ending else end.requested.is_set()
+
   patience = Patience(
     join_s=limits.start_s + limits.connect_s, end_s=4 * limits.drain_s
   )
-  return Link(wire, params, hello, patience=patience)
+  return Link(wire, params, hello, patience=patience, leaving=leaving)
 
 
 def _batches(
@@ -240,7 +243,7 @@ def _batches(
     text,
     config.corpus.context,
     config.batch.sequences,
-    seed=options.seed,
+    seed=options.seed or 0,
     learner=learner_id % options.learners,
     learners=options.learners,
     position=position,
@@ -257,7 +260,7 @@ def _train(
   batches: Batches,
   mesh: jax.sharding.Mesh,
   task: LanguageModel,
-  stopping: threading.Event,
+  stopping: Callable[[], bool],
 ) -> None:
   learner_id = link.welcome.learner_id
   per_step = config.batch.sequences * config.corpus.context
@@ -294,7 +297,7 @@ def _train(
     learner_id=learner_id,
     pad=_pad(config, learner_id, mesh),
     slow=Slowdown.from_environment(),
-    stopping=stopping.is_set,
+    stopping=stopping,
     after_step=after_step,
   )
   pace.close()
@@ -320,17 +323,23 @@ def _finish(
   link: Link,
   done: loop.Trained,
   saved: Snapshots,
-  welcome: Welcome,
+  end: Termination,
   compiles: compile_cache.CompileCounter,
 ) -> None:
-  """Saves the inner optimizer state, says goodbye, leaves."""
+  """Saves the inner optimizer state, if it has trained; says goodbye, leaves.
+
+  Whatever takes too long here, `end` leaves in its place.
+  """
   log = _log(options)
   faults.reached("learner.finished")
-  saved.save(done)
+  outcome = "nothing_to_save"
+  if done.step:
+    outcome = "saved" if saved.save(done, end.left_s) else "not_saved"
+  reason = "ended" if link.done else "left"
   step_s = sorted(done.step_s) or [0.0]
   log.emit(
     "learner_done",
-    learner=welcome.learner_id,
+    learner=link.welcome.learner_id,
     incarnation=link.welcome.incarnation,
     steps=done.step - link.earlier[0],
     tokens=done.tokens - link.earlier[1],
@@ -340,6 +349,8 @@ def _finish(
     loss=done.loss,
     versions=[list(version) for version in link.versions],
     params_digest=link.digest(done.state.params),
+    exit_reason=reason,
   )
-  link.close()
+  link.close(reason if link.done else end.why)
+  end.ended(outcome)
   log.close()

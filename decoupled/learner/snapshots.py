@@ -109,14 +109,28 @@ class Snapshots:
     self._idle.clear()
     self._worker.put(now.schedule_step)
 
-  def save(self, now: Trained) -> None:
-    """Saves the state as it is, after whatever is under way; waits."""
-    self.finish()
-    self._save(now.state.opt_state, now.schedule_step, self._meta(now))
+  def save(self, now: Trained, limit_s: float | None = None) -> bool:
+    """Saves the state as it is, after whatever is under way; waits.
 
-  def finish(self) -> None:
-    """Returns when nothing is under way any more."""
-    self._idle.wait()
+    Args:
+      now: what to save.
+      limit_s: for what is under way; without a limit by default.
+
+    Returns:
+      Whether it is saved.
+    """
+    if not self.finish(limit_s):
+      _LOG.error(
+        "a save to %s is still under way after %.1f s: the state at step %d is "
+        "not saved",
+        *(self._place.store, limit_s, now.schedule_step),
+      )
+      return False
+    return self._save(now.state.opt_state, now.schedule_step, self._meta(now))
+
+  def finish(self, limit_s: float | None = None) -> bool:
+    """Waits until nothing is under way; False if something is at the limit."""
+    return self._idle.wait(limit_s)
 
   def _beside(self, key: Hashable) -> None:
     del key  # at most one save waits
@@ -142,7 +156,7 @@ class Snapshots:
       "loss": now.loss if math.isfinite(now.loss) else None,
     }
 
-  def _save(self, state: Any, number: int, meta: dict[str, Any]) -> None:
+  def _save(self, state: Any, number: int, meta: dict[str, Any]) -> bool:
     """Commits a snapshot; failing is loud and counted, not fatal."""
     path, error = "", ""
     try:
@@ -166,3 +180,4 @@ class Snapshots:
       error=error,
       role=f"learner/{self._place.learner_id}",
     )
+    return not error

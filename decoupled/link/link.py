@@ -102,6 +102,8 @@ class Link:
     clock: for intervals only.
     worker: makes background workers; threads by default.
     patience: limits of waits.
+    leaving: whether to give up a wait, in the middle of training or, if it is
+      told True, at the end of the run; never by default.
 
   Attributes:
     done: the run has ended.
@@ -119,7 +121,9 @@ class Link:
     clock: Clock | None = None,
     worker: WorkerFactory | None = None,
     patience: Patience | None = None,
+    leaving: Callable[[bool], bool] = lambda ending: False,
   ):
+    self._leaving = leaving
     self._wire = wire
     self._hello = hello
     self._patience = patience or Patience()
@@ -315,11 +319,11 @@ class Link:
     units = (self._ops.extract(p, leaves) for p in every)
     return digests.of(self._ops.host(taken) for taken in units)
 
-  def close(self) -> None:
-    """Leaves the run and ends the background threads."""
+  def close(self, why: str = "") -> None:
+    """Leaves the run, saying why, and ends the background threads."""
     self._closing.set()
     self._wake.set()
-    self._wire.leave()
+    self._wire.leave(why)
     self._wire.close()
     for worker in self._workers.values():
       worker.close(limit_s=5.0)
@@ -341,6 +345,8 @@ class Link:
       stop = self.visit(
         leaves, step, tokens, schedule_step, position, loss, stage
       )
+      if self._leaving(stop):
+        return True
       if stop:
         return self.done
       return not self.waits(step)
@@ -727,6 +733,7 @@ def connect(
   roles: Any = None,
   stacked: tuple[str, ...] = (),
   token_file: str = "",
+  tls_ca: str = "",
   contract: tuple[tuple[str, str], ...] = (),
 ) -> Link:
   """A link to the syncer at `address` for any pytree of JAX arrays.
@@ -739,12 +746,14 @@ def connect(
       its role; None makes every float a weight and leaves the rest alone.
     stacked: names of leaves whose axis 0 enumerates layers.
     token_file: file with the run token.
+    tls_ca: PEM file of the authority that signed the syncer's certificate; ""
+      is plain text, which goes no further than this machine.
     contract: further `key, value` lines that all learners must agree on.
   """
   import os
   import socket
 
-  from decoupled.wire import client, credentials
+  from decoupled.wire import client, credentials, tls
 
   token = credentials.read_token(token_file) if token_file else ""
   hello = Hello(
@@ -754,4 +763,6 @@ def connect(
     tensors=tree.tensor_specs(params, roles, stacked),
     contract=contract,
   )
-  return Link(client.GrpcLearnerWire(address, token), params, hello)
+  believed = tls.client(tls_ca) if tls_ca else None
+  wire = client.GrpcLearnerWire(address, token, tls=believed)
+  return Link(wire, params, hello)

@@ -108,7 +108,13 @@ KINDS: Mapping[str, Kind] = {
     "Last words of an incarnation. `params_digest`: of the parameters that "
     "it holds, whose versions are `versions`, fragment by fragment.",
     "learner incarnation steps tokens median_step_s p99_step_s compiles",
-    "mfu loss versions params_digest",
+    "mfu loss versions params_digest exit_reason",
+  ),
+  "stopped": _kind(
+    "A process was told to end by a signal. Outcomes: nothing_to_save, saved, "
+    "not_saved, ended (the run was over by then); cut off: grace_over, "
+    "asked_twice.",
+    "role signal outcome took_s",
   ),
   "wire": _kind(
     "Bytes moved by this syncer process so far (up: from learners).",

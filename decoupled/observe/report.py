@@ -48,6 +48,7 @@ class Incarnation:
     source: where its inner optimizer state came from, None if unknown.
     cold: whether it started without a warm process, None if unknown.
     compiles: after the takeover, None if unknown.
+    exit_reason: how it ended, "" while it has not, or nobody knows.
   """
 
   number: int
@@ -63,6 +64,7 @@ class Incarnation:
   source: str | None = None
   cold: bool | None = None
   compiles: int | None = None
+  exit_reason: str = ""
 
   def sort(self) -> None:
     order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
@@ -223,11 +225,14 @@ class Timeline:
         life.first_step = t
       case "leave":
         life.left = t
+        life.exit_reason = life.exit_reason or str(event.get("why") or "")
       case "steps":
         _add_steps(learner, life, event)
       case "learner_done":
         life.steps = max(life.steps, int(event.get("steps") or 0))
         life.tokens = max(life.tokens, float(event.get("tokens") or 0))
+        said = str(event.get("exit_reason") or "")
+        life.exit_reason = said or life.exit_reason
 
   def _training_until(self) -> float:
     """When training stopped on purpose, or the log's end."""
@@ -592,6 +597,7 @@ def _learner(learner: Learner, line: Timeline) -> dict[str, Any]:
     ),
     "max_gap_s": _round(float(times.max())) if has else None,
     "final_loss": _round(learner.losses[-1][2]) if learner.losses else None,
+    "exit_reason": learner.lives[max(learner.lives)].exit_reason or None,
   }
 
 

@@ -17,7 +17,14 @@ import grpc.aio
 from decoupled import faults
 from decoupled.errors import Refused
 from decoupled.syncer.driver import Driver, JobT
-from decoupled.types import PROTOCOL_VERSION, Heartbeat, Report, Stage, Welcome
+from decoupled.types import (
+  PROTOCOL_VERSION,
+  Heartbeat,
+  Report,
+  RunContract,
+  Stage,
+  Welcome,
+)
 from decoupled.wire import messages
 from decoupled.wire.proto.decoupled.v1 import (
   membership_pb2 as pb,
@@ -120,6 +127,18 @@ class Membership(pb_grpc.MembershipServicer):
 
   # --- calls ---------------------------------------------------------------
 
+  async def Contract(
+    self, request: pb.ContractRequest, context: Context
+  ) -> pb.ContractReply:
+    try:
+      _same_protocol(request.protocol, request.holder)
+    except Refused as error:
+      await refuse(context, error)
+    rounds = self._rounds
+    lines = tuple(sorted(rounds.contract.items()))
+    said = RunContract(rounds.run_id, rounds.phase, lines)
+    return messages.run_contract_to(said)
+
   async def Hello(
     self, request: pb.HelloRequest, context: Context
   ) -> pb.Welcome:
@@ -133,13 +152,7 @@ class Membership(pb_grpc.MembershipServicer):
     return reply
 
   def _hello(self, request: pb.HelloRequest) -> Welcome:
-    if request.protocol != PROTOCOL_VERSION:
-      raise Refused(
-        "protocol",
-        f"{request.holder[:100]} speaks wire protocol {request.protocol}, "
-        f"this syncer {PROTOCOL_VERSION}: install the same release on both "
-        "sides",
-      )
+    _same_protocol(request.protocol, request.holder)
     hello = messages.hello_from(request)
     welcome = self._driver.call(self._rounds.hello, hello)
     faults.reached("syncer.granted")
@@ -300,7 +313,10 @@ class Membership(pb_grpc.MembershipServicer):
         stream.left = True
         with contextlib.suppress(Refused):  # already gone is as good
           self._driver.call(
-            self._rounds.leave, stream.learner_id, stream.incarnation
+            self._rounds.leave,
+            stream.learner_id,
+            stream.incarnation,
+            message.leave.why[: messages.MAX_TEXT],
           )
         return
       self._take(stream, message)
@@ -341,6 +357,15 @@ class Membership(pb_grpc.MembershipServicer):
       message = messages.announcement_to(said)
       self._traffic.bytes_down += message.ByteSize()
       await context.write(message)
+
+
+def _same_protocol(protocol: int, holder: str) -> None:
+  if protocol != PROTOCOL_VERSION:
+    raise Refused(
+      "protocol",
+      f"{holder[:100]} speaks wire protocol {protocol}, this syncer "
+      f"{PROTOCOL_VERSION}: install the same release on both sides",
+    )
 
 
 def _own(stream: _Stream, message: Heartbeat | Report) -> None:

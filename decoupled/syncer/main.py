@@ -8,10 +8,11 @@ snapshot is cut, and the process exits only once that is committed.
 
 import asyncio
 import logging
-import signal
 import uuid
 from collections.abc import Coroutine
 from typing import Any
+
+import grpc
 
 from decoupled import faults
 from decoupled.checkpoint import syncer_store
@@ -21,6 +22,7 @@ from decoupled.config import Config, contract_lines
 from decoupled.errors import ConfigError
 from decoupled.launch import affinity
 from decoupled.launch.options import SyncerOptions
+from decoupled.launch.termination import Termination
 from decoupled.observe.events import EventLog, Tee
 from decoupled.observe.metrics import Metrics, RoundMetrics
 from decoupled.syncer import lease as lease_lib
@@ -29,10 +31,12 @@ from decoupled.syncer.lease import Lease
 from decoupled.syncer.rounds import Plan, Rounds
 from decoupled.syncer.service import Service, serve
 from decoupled.syncer.snapshots import Snapshots, go_on
-from decoupled.wire import credentials
+from decoupled.wire import credentials, tls
 from decoupled.wire.address import Address, parse, publish_address
 
 _LOG = logging.getLogger("decoupled.syncer")
+# Of the grace time; half as much goes into telling learners, the rest saves.
+_DRAIN_SHARE = 0.4
 
 
 def run(config: Config, options: SyncerOptions) -> int:
@@ -42,20 +46,33 @@ def run(config: Config, options: SyncerOptions) -> int:
     DecoupledError: with the line that the user reads.
   """
   faults.arm("syncer")
-  lease = lease_lib.claim(options.workdir / "lease", config.limits.lease_s)
+  shown = _tls(options)
+  end = Termination("syncer", config.limits.grace_s)
   try:
-    return _run(config, options, lease)
+    lease = lease_lib.claim(options.workdir / "lease", config.limits.lease_s)
+    end.goodbye = lambda why: lease.release()
+    try:
+      return _run(config, options, lease, shown, end)
+    finally:
+      lease.release()
   finally:
-    lease.release()
+    end.close()
 
 
-def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
+def _run(
+  config: Config,
+  options: SyncerOptions,
+  lease: Lease,
+  shown: grpc.ServerCredentials | None,
+  end: Termination,
+) -> int:
   clock = MonotonicClock()
   started_at = options.started_at
   if started_at is None:
     started_at = clock.now()
   store = options.store or str(options.workdir / "checkpoints")
   log = EventLog(options.workdir / "events.jsonl", started_at, clock)
+  end.events = log
   metrics = Metrics(options.workdir / "metrics" / "syncer")
   restored = _newest(store, options)
   snapshot = restored.value if restored else None
@@ -108,12 +125,14 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
         rounds,
         parse(options.bind),
         _token(options),
-        started=lambda address, service: _started(options, address, service),
+        started=lambda address, service: _started(
+          options, address, service, end
+        ),
         clock=clock,
         events=log,
-        allow_remote=options.allow_remote,
         transfer_s=config.limits.transfer_s,
         linger_s=config.limits.drain_s,
+        tls=shown,
         guard=lease.guard,
       ),
       lease,
@@ -127,11 +146,15 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
     codec=config.exchange.codec,
   )
   faults.reached("syncer.ended")
+  outcome = "nothing_to_save"
   if rounds.model is not None and rounds.has_history:
-    snapshots.save()
+    saved = snapshots.save(end.left_s)
+    outcome = "saved" if saved else "not_saved"
+  cut_short = end.requested.is_set() and rounds.drain_why == end.why
+  end.ended(outcome if cut_short else "ended")
   metrics.close()
   log.close()
-  return 0
+  return end.status if cut_short else 0
 
 
 async def _while_leased(
@@ -189,15 +212,20 @@ def _run_id(
 
 
 def _started(
-  options: SyncerOptions, address: Address, service: Service
+  options: SyncerOptions, address: Address, service: Service, end: Termination
 ) -> None:
   """Publishes the real address and lets SIGTERM end the run in order."""
+  loop = asyncio.get_running_loop()
+
+  def drain() -> None:
+    limit_s = _DRAIN_SHARE * end.grace_s
+    loop.call_soon_threadsafe(lambda: service.drain(end.why, limit_s))
+
+  end.on_request = drain
+  end.something_to_lose()
   publish_address(options.workdir / "syncer.address", address)
   affinity.release()
   _LOG.info("syncer listens at %s", address)
-  loop = asyncio.get_running_loop()
-  for number in (signal.SIGTERM, signal.SIGINT):
-    loop.add_signal_handler(number, service.drain, "stopped by a signal")
 
 
 def _token(options: SyncerOptions) -> str:
@@ -208,6 +236,12 @@ def _token(options: SyncerOptions) -> str:
     credentials.make_token(path)
     _LOG.warning("made the run token %s: learners need it (--token_file)", path)
   return credentials.read_token(path)
+
+
+def _tls(options: SyncerOptions) -> grpc.ServerCredentials | None:
+  if options.tls_cert is None or options.tls_key is None:
+    return None
+  return tls.server(options.tls_cert, options.tls_key)
 
 
 def _newest(store: str, options: SyncerOptions) -> Restored | None:

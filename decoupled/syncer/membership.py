@@ -1,7 +1,9 @@
 """Who is in the run: claims, leases, incarnations and running step times."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Collection
 
 from decoupled.errors import Refused
 from decoupled.types import (
@@ -116,13 +118,20 @@ class Membership:
       return None
     return holder if holder.incarnation == hello.previous else None
 
-  def claim(self, now: float, hello: Hello) -> Member:
-    """Grants an id; raises Refused naming the holder of a taken one."""
+  def claim(
+    self, now: float, hello: Hello, reserved: Collection[int] = ()
+  ) -> Member:
+    """Grants an id; raises Refused naming the holder of a taken one.
+
+    Args:
+      now: the time.
+      hello: the claim; -1 takes the lowest id that is free.
+      reserved: ids that are not free, since their holders are being restarted.
+    """
     learner_id = hello.learner_id
     if learner_id < 0:
-      learner_id = next(
-        i for i in range(len(self.live) + 1) if i not in self.live
-      )
+      taken = {*self.live, *reserved}
+      learner_id = next(i for i in itertools.count() if i not in taken)
     holder = self.live.get(learner_id)
     if holder is not None and self.returning(hello) is None:
       raise Refused(

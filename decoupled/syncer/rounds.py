@@ -206,7 +206,8 @@ class Rounds:
     self._seeds: dict[int, Contribution] = {}
     self._seeder: int | None = None
     self._started_at: float | None = None
-    self._drain_why = ""
+    self.drain_why = ""
+    self._drain_s = limits.drain_s
     self._drain_by = math.inf
     self._ends_by = math.inf
     self._owed: dict[int, float] = {}
@@ -304,7 +305,8 @@ class Rounds:
     returning = self.membership.returning(hello)
     if returning is not None:
       self._remove(returning, "closed", "the same process has joined again")
-    member = self.membership.claim(now, hello)
+    owed = {i for i, until in self._owed.items() if until > now}
+    member = self.membership.claim(now, hello, owed)
     self._forget_copies(member.learner_id)
     self._owed.pop(member.learner_id, None)
     if self._started_at is None:
@@ -379,11 +381,13 @@ class Rounds:
     self._remove(member, "closed", why)
     self._advance(now)
 
-  def leave(self, now: float, learner_id: int, incarnation: int) -> None:
+  def leave(
+    self, now: float, learner_id: int, incarnation: int, why: str = ""
+  ) -> None:
     """A learner goes of its own will."""
     member = self.membership.get(learner_id, incarnation)
     done = self.phase in (Phase.DRAINING, Phase.ENDED)
-    self._remove(member, "drained" if done else "left", "")
+    self._remove(member, "drained" if done else "left", why)
     self._advance(now)
 
   def expect(self, now: float, learner_id: int, limit_s: float) -> None:
@@ -831,7 +835,7 @@ class Rounds:
 
   def _open_rounds(self, now: float) -> None:
     """Opens the rounds that are due (design 4.1)."""
-    if self.phase is not Phase.TRAINING or self._drain_why:
+    if self.phase is not Phase.TRAINING or self.drain_why:
       return
     assert self.model is not None
     policy = self._exchange
@@ -1057,12 +1061,21 @@ class Rounds:
 
   # --- end ---------------------------------------------------------------
 
-  def drain(self, now: float, why: str) -> None:
-    """Ends the run: open rounds finish, then everything merges once more."""
-    if self._drain_why:
+  def drain(self, now: float, why: str, limit_s: float = math.inf) -> None:
+    """Ends the run: open rounds finish, then everything merges once more.
+
+    Args:
+      now: the time.
+      why: for the log; the first reason counts.
+      limit_s: for all of it; also shortens a drain that is under way.
+    """
+    self._drain_s = min(self._drain_s, limit_s / 3)
+    self._drain_by = min(self._drain_by, now + self._drain_s)
+    if self.phase is Phase.DRAINING:
+      self._ends_by = min(self._ends_by, now + 2 * self._drain_s)
+    if self.drain_why:
       return
-    self._drain_why = why
-    self._drain_by = now + self._limits.drain_s
+    self.drain_why = why
     self._advance(now)
     self._changed()
 
@@ -1071,12 +1084,10 @@ class Rounds:
       if self._target_reached() and not self._open and not self._owes(now):
         self.drain(now, "the rounds or tokens asked for are done")
       nobody = not self.membership.live
-      if self._drain_why and (
-        not self._open or nobody or now >= self._drain_by
-      ):
+      if self.drain_why and (not self._open or nobody or now >= self._drain_by):
         self._begin_drain(now)
-    elif self.phase is Phase.WAITING and self._drain_why:
-      self._enter(Phase.ENDED, self._drain_why)
+    elif self.phase is Phase.WAITING and self.drain_why:
+      self._enter(Phase.ENDED, self.drain_why)
     elif self.phase is Phase.DRAINING and not self._open:
       members = self.membership.members()
       assert self.model is not None
@@ -1088,7 +1099,7 @@ class Rounds:
       ]
       self._note = "waiting for learners " + ", ".join(map(str, behind))
       if not behind or now >= self._ends_by:
-        self._enter(Phase.ENDED, self._drain_why)
+        self._enter(Phase.ENDED, self.drain_why)
         self._drain_by = self._ends_by = math.inf
 
   def _owes(self, now: float) -> bool:
@@ -1113,9 +1124,9 @@ class Rounds:
     # Copies extracted ahead carry the next numbers, but not the last steps.
     self._next_round += self._exchange.P
     faults.reached("syncer.draining")
-    self._enter(Phase.DRAINING, self._drain_why)
-    self._drain_by = now + self._limits.drain_s
-    self._ends_by = now + 2 * self._limits.drain_s
+    self._enter(Phase.DRAINING, self.drain_why)
+    self._drain_by = now + self._drain_s
+    self._ends_by = now + 2 * self._drain_s
     for _ in range(self._exchange.P):
       fragment = schedule.fragment_of(self._next_round, self._exchange.P)
       self._open_round(now, fragment, counted=False)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import socket
 from collections.abc import Callable
 
@@ -33,7 +34,6 @@ class Service:
     token: of the run.
     clock: whose times `rounds` is given.
     events: where refusals go that never reach `rounds`.
-    allow_remote: whether it may listen beyond this machine.
     max_learners: control streams at one time.
     transfer_s: how long the transfer of one fragment may take.
     open_s: how long a control stream may take to say whose it is.
@@ -49,7 +49,6 @@ class Service:
     *,
     clock: Clock | None = None,
     events: EventSink | None = None,
-    allow_remote: bool = False,
     max_learners: int = 1024,
     transfer_s: float = 30.0,
     open_s: float = 10.0,
@@ -58,7 +57,6 @@ class Service:
     guard: Callable[[], None] = lambda: None,
   ):
     self.traffic = Traffic()
-    self._allow_remote = allow_remote
     self._linger_s = linger_s
     self._tls = tls
     self._driver = Driver(
@@ -91,12 +89,14 @@ class Service:
       The real address.
 
     Raises:
-      ConfigError: not allowed beyond this machine, or the port is taken.
+      ConfigError: plain text beyond this machine, or the port is taken.
     """
-    if not bind.is_loopback and not self._allow_remote:
+    if not bind.is_loopback and self._tls is None:
       raise ConfigError(
-        f"{bind} can be reached from other machines: allow that with "
-        "--allow_remote, or listen at 127.0.0.1 or [::1]"
+        f"{bind} can be reached from other machines, where the run token and "
+        "the model would travel in plain text: make certificates with "
+        "`decoupled certs --out DIR`, then say --tls_cert DIR/server.pem "
+        "--tls_key DIR/server.key; or listen at 127.0.0.1 or [::1]"
       )
     _probe(bind)
     try:
@@ -125,9 +125,15 @@ class Service:
     await self._server.stop(grace_s)
     self._store.close()
 
-  def drain(self, why: str) -> None:
-    """Ends the run in order; for signal handlers on this loop."""
-    self._driver.call(self._driver.rounds.drain, why)
+  def drain(self, why: str, limit_s: float = math.inf) -> None:
+    """Ends the run in order; to be called on this loop.
+
+    Args:
+      why: for the log.
+      limit_s: for the drain, and half as long again for its announcement.
+    """
+    self._linger_s = min(self._linger_s, limit_s / 2)
+    self._driver.call(self._driver.rounds.drain, why, limit_s)
 
   def status(self) -> JobStatus:
     return self._membership.status()
@@ -141,10 +147,10 @@ async def serve(
   started: Callable[[Address, Service], None] | None = None,
   clock: Clock | None = None,
   events: EventSink | None = None,
-  allow_remote: bool = False,
   max_learners: int = 1024,
   transfer_s: float = 30.0,
   linger_s: float = 10.0,
+  tls: grpc.ServerCredentials | None = None,
   guard: Callable[[], None] = lambda: None,
 ) -> Traffic:
   """Serves a run from beginning to end.
@@ -165,10 +171,10 @@ async def serve(
     token,
     clock=clock,
     events=events,
-    allow_remote=allow_remote,
     max_learners=max_learners,
     transfer_s=transfer_s,
     linger_s=linger_s,
+    tls=tls,
     guard=guard,
   )
   try:

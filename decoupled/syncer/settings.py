@@ -23,6 +23,10 @@ class Limits:
     transfer_s: how long the transfer of one fragment may take.
     drain_s: how long the end of a run waits for learners to acknowledge.
     restart_s: how long the end of a run waits for a restart that is owed.
+    grace_s: how long a process that is told to end (SIGTERM) may take for
+      everything: a learner to finish its step, to save and to say goodbye, a
+      syncer to drain and to save. Choose it below what the machine gives, and
+      above a step and a save.
   """
 
   lease_s: float = 5.0
@@ -32,6 +36,7 @@ class Limits:
   transfer_s: float = 30.0
   drain_s: float = 30.0
   restart_s: float = 60.0
+  grace_s: float = 20.0
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):

@@ -155,15 +155,28 @@ class Snapshots:
       self._clock.now() - self._last_s,
     )
 
-  def save(self) -> None:
-    """Saves the state as it is now, after whatever is under way."""
-    self.finish()
-    self._save(cut(self._rounds))
+  def save(self, limit_s: float | None = None) -> bool:
+    """Saves the state as it is now, after whatever is under way.
 
-  def finish(self) -> None:
-    """Returns when nothing is under way any more."""
+    Args:
+      limit_s: for what is under way; without a limit by default.
+
+    Returns:
+      Whether it is saved.
+    """
+    if not self.finish(limit_s):
+      _LOG.error(
+        "a save to %s is still under way after %.1f s: the state at round %d "
+        "is not saved",
+        *(self._store, limit_s, self._rounds.rounds_closed),
+      )
+      return False
+    return self._save(cut(self._rounds))
+
+  def finish(self, limit_s: float | None = None) -> bool:
+    """Waits until nothing is under way; False if something is at the limit."""
     with self._idle:
-      self._idle.wait_for(lambda: not self._running)
+      return self._idle.wait_for(lambda: not self._running, limit_s)
 
   def _begin(self) -> None:
     """Cuts here and now; writes elsewhere."""
@@ -194,7 +207,7 @@ class Snapshots:
           self._running = False
           self._idle.notify_all()
 
-  def _save(self, state: Callable[[], GlobalSnapshot]) -> None:
+  def _save(self, state: Callable[[], GlobalSnapshot]) -> bool:
     """Commits a snapshot; failing is loud and counted, not fatal."""
     path, error = "", ""
     snapshot = state()
@@ -220,6 +233,7 @@ class Snapshots:
       error=error,
       role="syncer",
     )
+    return not error
 
 
 def _on_a_thread(work: Work) -> None:

@@ -13,6 +13,7 @@ from decoupled.clock import Clock, MonotonicClock
 from decoupled.errors import DecoupledError, Refused, Unreachable
 from decoupled.types import (
   NO_VERSION,
+  PROTOCOL_VERSION,
   Announcement,
   Arrays,
   Contribution,
@@ -20,11 +21,13 @@ from decoupled.types import (
   MergedFragment,
   Phase,
   Report,
+  RunContract,
   Version,
   Welcome,
 )
 from decoupled.wire import address as address_lib
 from decoupled.wire import chunks, codecs, credentials, messages
+from decoupled.wire import tls as tls_lib
 from decoupled.wire.address import Address
 from decoupled.wire.messages import Encoding
 from decoupled.wire.proto.decoupled.v1 import (
@@ -39,6 +42,7 @@ from decoupled.wire.stream import ControlStream, Outbox
 _LEAVE_S = 2.0
 _SHORTEST_S = 0.1
 _MOVED = object()
+_CHECK_S = 0.5  # a connection that is not there by then: is it TLS?
 _LOOK_S = 0.25  # how often a call that waits looks whether the syncer moved
 
 
@@ -54,7 +58,7 @@ class GrpcLearnerWire:
     connect_s: how long `hello` tries.
     transfer_s: how long the transfer of one fragment may take.
     clock: of the times that are sent; the same as that of reports.
-    tls: credentials of the channels, None for plain text.
+    tls: whom to believe, None for plain text.
     moved: the address that a syncer has published by now, None if none has;
       asked while `hello` waits, since another syncer may have taken over.
   """
@@ -67,7 +71,7 @@ class GrpcLearnerWire:
     connect_s: float = 60.0,
     transfer_s: float = 30.0,
     clock: Clock | None = None,
-    tls: grpc.ChannelCredentials | None = None,
+    tls: tls_lib.ClientTls | None = None,
     moved: Callable[[], Address | None] = lambda: None,
   ):
     self._address = _address(address)
@@ -88,17 +92,39 @@ class GrpcLearnerWire:
 
   def hello(self, hello: Hello) -> Welcome:
     """Claims a learner id; see `LearnerWire`."""
-    deadline = time.monotonic() + self._connect_s
-    reply = None
-    while reply is None:
-      self._follow()
-      if self._connect_bulk(deadline):
-        reply = self._claim(hello, deadline)
+    request = messages.hello_to(hello)
+    reply = self._ask(lambda: self._membership.Hello, request)
     welcome = messages.welcome_from(reply)
     self._welcome = welcome
     codec = dict(welcome.contract).get("Exchange.codec", "float32")
     self._codec = codec.strip("'\"")
     return welcome
+
+  def contract(self, holder: str) -> RunContract:
+    """What peers of the run agree on; waits for the syncer as `hello` does.
+
+    Args:
+      holder: who asks, as `host:pid`.
+
+    Raises:
+      Refused: the syncer declined, with its reason.
+      Unreachable: nobody answered, or TLS does not work; the message says.
+    """
+    request = membership_pb2.ContractRequest(
+      protocol=PROTOCOL_VERSION, holder=holder
+    )
+    reply = self._ask(lambda: self._membership.Contract, request)
+    return messages.run_contract_from(reply)
+
+  def _ask(self, method: Callable[[], Any], request: Any) -> Any:
+    """The answer to a first call, wherever the syncer moves meanwhile."""
+    deadline = time.monotonic() + self._connect_s
+    reply = None
+    while reply is None:
+      self._follow()
+      if self._connect_bulk(deadline):
+        reply = self._call(method(), request, deadline)
+    return reply
 
   def _dial(self) -> None:
     """Makes the channels; those before the last ones are closed.
@@ -109,9 +135,10 @@ class GrpcLearnerWire:
       channel.close()
     self._former = self._channels
     self.peer = str(self._address)
+    tls = self._tls.credentials if self._tls else None
     self._channels = [
-      credentials.channel(self._address, self._token, self._tls),
-      credentials.channel(self._address, self._token, self._tls, bulk=True),
+      credentials.channel(self._address, self._token, tls),
+      credentials.channel(self._address, self._token, tls, bulk=True),
     ]
     self._membership = membership_pb2_grpc.MembershipStub(self._channels[0])
     self._store = fragments_pb2_grpc.FragmentStoreStub(self._channels[1])
@@ -139,14 +166,20 @@ class GrpcLearnerWire:
     """
     ready = grpc.channel_ready_future(self._channels[1])
     try:
-      return self._await(ready, deadline) is not _MOVED
+      return self._await(ready, deadline, self._check_tls) is not _MOVED
     finally:
       ready.cancel()
 
-  def _claim(self, hello: Hello, deadline: float) -> Any:
-    """The answer to a hello, None if the syncer has moved meanwhile."""
-    call: Any = self._membership.Hello.future(
-      messages.hello_to(hello),
+  def _check_tls(self) -> None:
+    """Raises Unreachable if TLS is what keeps the connection from coming."""
+    said = tls_lib.fault(self._address, self._tls)
+    if said:
+      raise Unreachable(said)
+
+  def _call(self, method: Any, request: Any, deadline: float) -> Any:
+    """The answer to a call, None if the syncer has moved meanwhile."""
+    call: Any = method.future(
+      request,
       timeout=max(_SHORTEST_S, deadline - time.monotonic()),
       metadata=self._metadata,
       wait_for_ready=True,
@@ -159,13 +192,27 @@ class GrpcLearnerWire:
       call.cancel()
     return None if reply is _MOVED else reply
 
-  def _await(self, future: Any, deadline: float) -> Any:
+  def _await(
+    self,
+    future: Any,
+    deadline: float,
+    check: Callable[[], None] = lambda: None,
+  ) -> Any:
     """What a future yields, or _MOVED.
+
+    Args:
+      future: the one.
+      deadline: until when.
+      check: called now and then while it has yet to come.
 
     Raises:
       Unreachable: neither has happened by the deadline.
     """
+    check_at = time.monotonic() + _CHECK_S
     while self._elsewhere() is None:
+      if time.monotonic() >= check_at:
+        check()
+        check_at = time.monotonic() + 4 * _CHECK_S
       left_s = deadline - time.monotonic()
       try:
         return future.result(timeout=max(0.0, min(_LOOK_S, left_s)))
@@ -301,7 +348,7 @@ class AdminClient:
     address: of the syncer.
     token: of the run.
     limit_s: how long a call may take.
-    tls: credentials of the channel, None for plain text.
+    tls: whom to believe, None for plain text.
   """
 
   def __init__(
@@ -310,12 +357,15 @@ class AdminClient:
     token: str,
     *,
     limit_s: float = 5.0,
-    tls: grpc.ChannelCredentials | None = None,
+    tls: tls_lib.ClientTls | None = None,
   ):
     self._address = _address(address)
     self._limit_s = limit_s
+    self._tls = tls
     self._metadata = credentials.metadata(token)
-    self._channel = credentials.channel(self._address, token, tls)
+    self._channel = credentials.channel(
+      self._address, token, tls.credentials if tls else None
+    )
     self._stub = membership_pb2_grpc.MembershipStub(self._channel)
 
   def status(self) -> JobStatus:
@@ -348,6 +398,10 @@ class AdminClient:
     try:
       return method(request, timeout=self._limit_s, metadata=self._metadata)
     except grpc.RpcError as error:
+      if error.code() is grpc.StatusCode.UNAVAILABLE:
+        said = tls_lib.fault(self._address, self._tls)
+        if said:
+          raise Unreachable(said) from None
       raise failure(error, self._address, self._limit_s) from None
 
 

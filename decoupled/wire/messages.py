@@ -23,6 +23,7 @@ from decoupled.types import (
   Phase,
   Report,
   Role,
+  RunContract,
   Stage,
   TensorSpec,
   Unit,
@@ -279,6 +280,22 @@ def hello_from(message: membership_pb.HelloRequest) -> Hello:
     hosts=_number("hosts", message.hosts, 1, MAX_LEARNERS),
     previous=_number("previous", message.previous),
     protocol=message.protocol,
+  )
+
+
+def run_contract_to(said: RunContract) -> membership_pb.ContractReply:
+  return membership_pb.ContractReply(
+    run_id=said.run_id,
+    phase=phase_to(said.phase),
+    contract=contract_to(said.lines),
+  )
+
+
+def run_contract_from(message: membership_pb.ContractReply) -> RunContract:
+  return RunContract(
+    run_id=_text("run_id", message.run_id),
+    phase=phase_from(message.phase),
+    lines=contract_from(message.contract),
   )
 
 

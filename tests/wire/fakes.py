@@ -117,6 +117,8 @@ class FakeRounds:
     self.phase = Phase.TRAINING
     self.ended = False
     self.manifest = MANIFEST
+    self.run_id = "run"
+    self.contract = {"Exchange.H": "24", "run.seed": "7"}
     self.codec = codec
     self.calls: list[tuple[object, ...]] = []
     self.heartbeats: list[Heartbeat] = []
@@ -168,7 +170,9 @@ class FakeRounds:
     if self.members.get(learner_id) == incarnation:
       del self.members[learner_id]
 
-  def leave(self, now: float, learner_id: int, incarnation: int) -> None:
+  def leave(
+    self, now: float, learner_id: int, incarnation: int, why: str = ""
+  ) -> None:
     self._member(learner_id, incarnation)
     self.calls.append(("leave", learner_id, incarnation))
     del self.members[learner_id]
@@ -263,7 +267,7 @@ class FakeRounds:
     self.merged_jobs.append(job)
     self.generation += 1
 
-  def drain(self, now: float, why: str) -> None:
+  def drain(self, now: float, why: str, limit_s: float = float("inf")) -> None:
     self.calls.append(("drain", why))
     self.phase = Phase.DRAINING
     self.generation += 1

@@ -84,6 +84,14 @@ def test_hello_is_answered_with_the_run(server, connect):
   assert (welcome.incarnation, welcome.position) == (1, (3, 4))
 
 
+def test_the_contract_is_there_for_who_has_nothing_to_show(server, connect):
+  run = connect(server.address).contract("here:1")
+  assert run.run_id == "run"
+  assert run.phase is Phase.TRAINING
+  assert dict(run.lines) == {"Exchange.H": "24", "run.seed": "7"}
+  assert not server.rounds.calls
+
+
 def test_a_second_claim_is_refused_naming_the_first(server, connect):
   connect(server.address).hello(fakes.hello())
   with pytest.raises(Refused, match="held by here:1") as caught:

@@ -214,6 +214,55 @@ class ContractLine(_message.Message):
 Global___ContractLine: _TypeAlias = ContractLine  # noqa: Y015
 
 @_typing.final
+class ContractRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    protocol: _builtins.int
+    holder: _builtins.str
+    """host:pid"""
+    def __init__(
+        self,
+        *,
+        protocol: _builtins.int = ...,
+        holder: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "protocol", b"protocol"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContractRequest: _TypeAlias = ContractRequest  # noqa: Y015
+
+@_typing.final
+class ContractReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    CONTRACT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    phase: Global___Phase.ValueType
+    @_builtins.property
+    def contract(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContractLine]: ...
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        phase: Global___Phase.ValueType = ...,
+        contract: _abc.Iterable[Global___ContractLine] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "phase", b"phase", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ContractReply: _TypeAlias = ContractReply  # noqa: Y015
+
+@_typing.final
 class Position(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -34,6 +34,11 @@ class MembershipStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Contract = channel.unary_unary(
+                '/decoupled.v1.Membership/Contract',
+                request_serializer=decoupled_dot_v1_dot_membership__pb2.ContractRequest.SerializeToString,
+                response_deserializer=decoupled_dot_v1_dot_membership__pb2.ContractReply.FromString,
+                _registered_method=True)
         self.Hello = channel.unary_unary(
                 '/decoupled.v1.Membership/Hello',
                 request_serializer=decoupled_dot_v1_dot_membership__pb2.HelloRequest.SerializeToString,
@@ -63,6 +68,13 @@ class MembershipStub:
 
 class MembershipServicer:
     """Missing associated documentation comment in .proto file."""
+
+    def Contract(self, request, context):
+        """What peers of the run agree on, for those that have nothing to show yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Hello(self, request, context):
         """Claims a learner id; answered by an incarnation, the fencing number.
@@ -101,6 +113,11 @@ class MembershipServicer:
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Contract': grpc.unary_unary_rpc_method_handler(
+                    servicer.Contract,
+                    request_deserializer=decoupled_dot_v1_dot_membership__pb2.ContractRequest.FromString,
+                    response_serializer=decoupled_dot_v1_dot_membership__pb2.ContractReply.SerializeToString,
+            ),
             'Hello': grpc.unary_unary_rpc_method_handler(
                     servicer.Hello,
                     request_deserializer=decoupled_dot_v1_dot_membership__pb2.HelloRequest.FromString,
@@ -136,6 +153,33 @@ def add_MembershipServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class Membership:
     """Missing associated documentation comment in .proto file."""
+
+    @staticmethod
+    def Contract(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/decoupled.v1.Membership/Contract',
+            decoupled_dot_v1_dot_membership__pb2.ContractRequest.SerializeToString,
+            decoupled_dot_v1_dot_membership__pb2.ContractReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Hello(request,

@@ -35,6 +35,8 @@ class MembershipStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MembershipAsyncStub: ...
+    Contract: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ContractRequest, _membership_pb2.ContractReply]
+    """What peers of the run agree on, for those that have nothing to show yet."""
     Hello: _grpc.UnaryUnaryMultiCallable[_membership_pb2.HelloRequest, _membership_pb2.Welcome]
     """Claims a learner id; answered by an incarnation, the fencing number."""
     Control: _grpc.StreamStreamMultiCallable[_membership_pb2.LearnerMessage, _membership_pb2.Announcement]
@@ -48,6 +50,8 @@ class MembershipStub:
 @_typing.type_check_only
 class MembershipAsyncStub(MembershipStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
+    Contract: _aio.UnaryUnaryMultiCallable[_membership_pb2.ContractRequest, _membership_pb2.ContractReply]  # type: ignore[assignment]
+    """What peers of the run agree on, for those that have nothing to show yet."""
     Hello: _aio.UnaryUnaryMultiCallable[_membership_pb2.HelloRequest, _membership_pb2.Welcome]  # type: ignore[assignment]
     """Claims a learner id; answered by an incarnation, the fencing number."""
     Control: _aio.StreamStreamMultiCallable[_membership_pb2.LearnerMessage, _membership_pb2.Announcement]  # type: ignore[assignment]
@@ -59,6 +63,14 @@ class MembershipAsyncStub(MembershipStub):
     """Says that a learner is being restarted: the run does not end meanwhile."""
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
+    @_abc_1.abstractmethod
+    def Contract(
+        self,
+        request: _membership_pb2.ContractRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.ContractReply, _abc.Awaitable[_membership_pb2.ContractReply]]:
+        """What peers of the run agree on, for those that have nothing to show yet."""
+
     @_abc_1.abstractmethod
     def Hello(
         self,
