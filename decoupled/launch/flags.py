@@ -13,6 +13,7 @@ from decoupled.launch.options import (
   EvaluateOptions,
   JobOptions,
   LearnerOptions,
+  ReplayOptions,
   RunOptions,
   SimulateOptions,
   SyncerOptions,
@@ -94,6 +95,7 @@ def run(values: flags.FlagValues) -> None:
   _seed(values)
   _resume(values)
   _whole(values, "http_port", 0, "port of a status page (0 = none)")
+  _tape(values)
 
 
 def syncer(values: flags.FlagValues) -> None:
@@ -111,6 +113,7 @@ def syncer(values: flags.FlagValues) -> None:
   _resume(values)
   _token_file(values)
   _started_at(values)
+  _tape(values)
 
 
 def learner(values: flags.FlagValues) -> None:
@@ -147,6 +150,18 @@ def evaluate(values: flags.FlagValues) -> None:
   )
   _seed(values)
   _started_at(values)
+
+  _define(flags.DEFINE_boolean, values)(
+    "follow",
+    False,
+    "evaluate every snapshot as it comes, until the run has ended; the curve "
+    "goes to events.jsonl and to <workdir>/metrics/eval",
+  )
+
+
+def replay(values: flags.FlagValues) -> None:
+  _workdir(values, "of the run, made with --tape (default: runs/default)")
+  _store(values)
 
 
 def doctor(values: flags.FlagValues) -> None:
@@ -232,6 +247,7 @@ def run_options(values: flags.FlagValues, default: Path) -> RunOptions:
     seed=_get(values, "seed"),
     resume=_get(values, "resume"),
     http_port=_get(values, "http_port"),
+    tape=_get(values, "tape"),
   )
 
 
@@ -248,6 +264,7 @@ def syncer_options(values: flags.FlagValues, default: Path) -> SyncerOptions:
     token_file=_optional_path(values, "token_file"),
     started_at=_get(values, "started_at"),
     allow_remote=_get(values, "allow_remote"),
+    tape=_get(values, "tape"),
   )
 
 
@@ -285,7 +302,12 @@ def evaluate_options(
     seed=_get(values, "seed"),
     devices_per_host=_get(values, "devices_per_host"),
     started_at=_get(values, "started_at"),
+    follow=_get(values, "follow"),
   )
+
+
+def replay_options(values: flags.FlagValues, default: Path) -> ReplayOptions:
+  return ReplayOptions(_path(values, default), _get(values, "store"))
 
 
 def doctor_options(values: flags.FlagValues, default: Path) -> DoctorOptions:
@@ -396,6 +418,15 @@ def _resume(values: flags.FlagValues) -> None:
 def _token_file(values: flags.FlagValues) -> None:
   _define(flags.DEFINE_string, values)(
     "token_file", "", "file with the token that every call must carry"
+  )
+
+
+def _tape(values: flags.FlagValues) -> None:
+  _define(flags.DEFINE_boolean, values)(
+    "tape",
+    False,
+    "record every merged contribution in <workdir>/tape, for `decoupled "
+    "replay`; at most Checkpoint.tape_mib",
   )
 
 

@@ -25,6 +25,7 @@ from decoupled.observe.metrics import Metrics, RoundMetrics
 from decoupled.syncer import lease as lease_lib
 from decoupled.syncer.control import Traffic
 from decoupled.syncer.lease import Lease
+from decoupled.syncer.recording import recording
 from decoupled.syncer.rounds import Plan, Rounds
 from decoupled.syncer.service import Service, serve
 from decoupled.syncer.snapshots import Snapshots, go_on
@@ -63,6 +64,10 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
   if snapshot is not None:
     lease.rise_above(snapshot.term)
   sinks = Tee(log, RoundMetrics(metrics))
+  tape = None
+  if options.tape:
+    tape = recording(options.workdir / "tape", config.checkpoint.tape_mib)
+    sinks.add(tape)
   rounds = Rounds(
     Plan(
       run_id=_run_id(snapshot, lease, options),
@@ -80,6 +85,7 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
     term=lease.term,
     events=sinks,
     started_at=started_at,
+    tape=tape,
   )
   lease.serve(rounds.run_id)
   if restored is not None:
@@ -94,8 +100,16 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
       role="syncer",
       skipped=restored.skipped,
     )
+  if tape is not None:
+    tape.watch(rounds, restored)
+
+  def may_commit() -> None:
+    if tape is not None:
+      tape.flush()
+    lease.check()
+
   snapshots = Snapshots(
-    rounds, store, config.checkpoint, log, clock, may_commit=lease.check
+    rounds, store, config.checkpoint, log, clock, may_commit=may_commit
   )
   sinks.add(snapshots)
   syncer_store.warm_up()
@@ -123,6 +137,8 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
     bytes_down=traffic.bytes_down,
     codec=config.exchange.codec,
   )
+  if tape is not None:
+    tape.close()
   if rounds.model is not None and rounds.has_history:
     snapshots.save()
   metrics.close()
