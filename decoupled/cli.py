@@ -127,7 +127,12 @@ COMMANDS: dict[str, Command] = {
     flags.job,
     flags.job_options,
   ),
-  "replay": Command("merges recorded contributions again"),
+  "replay": Command(
+    "merges recorded contributions again and compares every bit",
+    "decoupled.launch.replay:main",
+    flags.replay,
+    flags.replay_options,
+  ),
   "launch": Command("jobs on a cluster: up, down, logs, status, scale"),
   "doctor": Command(
     "checks this machine and a configuration before anything starts",

@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from decoupled.errors import ConfigError
 
@@ -117,13 +118,27 @@ def exchange_of(contract: Mapping[str, str]) -> Exchange:
     contract: lines such as `Exchange.H -> 24`; others are ignored, missing
       ones take the defaults.
   """
-  known = {field.name for field in dataclasses.fields(Exchange)}
-  values = {
-    key.partition(".")[2]: ast.literal_eval(value)
-    for key, value in contract.items()
-    if key.startswith("Exchange.") and key.partition(".")[2] in known
+  return Exchange(**_spelt("Exchange", Exchange, contract))
+
+
+def outer_of(contract: Mapping[str, str]) -> Outer:
+  """As `exchange_of`, for the outer rule."""
+  return Outer(**_spelt("Outer", Outer, contract))
+
+
+def _spelt(
+  name: str, kind: type, contract: Mapping[str, str]
+) -> dict[str, Any]:
+  """Per field of `kind` the value that `contract` spells out, if any."""
+  spelt = {
+    field.name: contract.get(f"{name}.{field.name}")
+    for field in dataclasses.fields(kind)
   }
-  return Exchange(**values)
+  return {
+    key: ast.literal_eval(text)
+    for key, text in spelt.items()
+    if text is not None
+  }
 
 
 def exchange_lines(exchange: Exchange) -> tuple[tuple[str, str], ...]:

@@ -20,18 +20,26 @@ class Checkpoint:
     least_s: seconds that lie at least between two snapshots made for
       `every_rounds`: where rounds are short, saving would cost too much.
     keep: how many of the newest snapshots stay, beside version 0.
+    tape_mib: most that the contributions recorded with `--tape` may take, in
+      MiB; the recording then ends, and says so.
   """
 
   every_rounds: int = 100
   every_s: float = 0.0
   least_s: float = 20.0
   keep: int = 3
+  tape_mib: float = 1024.0
 
   def __post_init__(self) -> None:
     if self.every_rounds < 0:
       raise ConfigError(
         f"Checkpoint.every_rounds = {self.every_rounds} must be at least 0 "
         "(0 = no such interval)"
+      )
+    if not (math.isfinite(self.tape_mib) and self.tape_mib > 0):
+      raise ConfigError(
+        f"Checkpoint.tape_mib = {self.tape_mib} must be a size in MiB above 0 "
+        "(without --tape nothing is recorded)"
       )
     for name in ("every_s", "least_s"):
       value = getattr(self, name)

@@ -47,6 +47,25 @@ class LearnerPlace:
 
 
 @dataclasses.dataclass(frozen=True)
+class Listed:
+  """A committed snapshot that was not read.
+
+  Attributes:
+    path: its folder.
+    run_id: the run.
+    term: the term that cut it.
+    rounds: counted rounds in it.
+    versions: per fragment.
+  """
+
+  path: epath.Path
+  run_id: str
+  term: int
+  rounds: int
+  versions: tuple[Version, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class GlobalSnapshot:
   """Everything a syncer needs to go on.
 
@@ -166,6 +185,38 @@ def restore_newest(store: StorePath) -> Restored | None:
 def restore_version0(store: StorePath) -> Restored | None:
   """As `restore_newest`, for the parameters the run began with."""
   return commit.restore(_group(store), _read, number=0, rank=term_of)
+
+
+def listed(store: StorePath) -> list[Listed]:
+  """Every committed snapshot, the newest first; their arrays are not read."""
+  found = []
+  for folder in commit.folders(_group(store), term_of):
+    try:
+      if not (folder / commit.MARKER).exists():
+        continue
+      said = json.loads((folder / STATE).read_text())
+      versions = tuple(Version(*version) for version in said["versions"])
+      run_id, term, rounds = said["run_id"], said["term"], said["rounds"]
+    except (OSError, ValueError, KeyError, TypeError):
+      continue  # being dropped, or damaged: whoever restores it says so
+    found.append(Listed(folder, run_id, term, rounds, versions))
+  return found
+
+
+def read(folder: StorePath) -> GlobalSnapshot:
+  """Reads one snapshot, if it is what was written.
+
+  Raises:
+    Damaged: it is not, or it is there no more.
+  """
+  path = epath.Path(folder)
+  try:
+    commit.verify(path)
+    return _read(path)
+  except commit.Damaged:
+    raise
+  except Exception as error:  # Orbax raises many kinds
+    raise commit.Damaged(f"{folder} cannot be read: {error}") from None
 
 
 def term_of(folder: epath.Path) -> int:

@@ -15,6 +15,7 @@ from decoupled.launch.options import (
   EvaluateOptions,
   JobOptions,
   LearnerOptions,
+  ReplayOptions,
   RunOptions,
   SimulateOptions,
   SyncerOptions,
@@ -96,6 +97,7 @@ def run(values: flags.FlagValues) -> None:
   _seed(values)
   _resume(values)
   _whole(values, "http_port", 0, "port of a status page (0 = none)")
+  _tape(values)
 
 
 def syncer(values: flags.FlagValues) -> None:
@@ -115,6 +117,7 @@ def syncer(values: flags.FlagValues) -> None:
   )
   text("tls_key", "", "PEM file of its key (see `decoupled certs`)")
   _started_at(values)
+  _tape(values)
 
 
 def learner(values: flags.FlagValues) -> None:
@@ -158,6 +161,18 @@ def evaluate(values: flags.FlagValues) -> None:
   )
   _seed(values)
   _started_at(values)
+
+  _define(flags.DEFINE_boolean, values)(
+    "follow",
+    False,
+    "evaluate every snapshot as it comes, until the run has ended; the curve "
+    "goes to events.jsonl and to <workdir>/metrics/eval",
+  )
+
+
+def replay(values: flags.FlagValues) -> None:
+  _workdir(values, "of the run, made with --tape (default: runs/default)")
+  _store(values)
 
 
 def doctor(values: flags.FlagValues) -> None:
@@ -267,6 +282,7 @@ def run_options(values: flags.FlagValues, default: Path) -> RunOptions:
     seed=_get(values, "seed"),
     resume=_get(values, "resume"),
     http_port=_get(values, "http_port"),
+    tape=_get(values, "tape"),
   )
 
 
@@ -289,6 +305,7 @@ def syncer_options(values: flags.FlagValues, default: Path) -> SyncerOptions:
     tls_cert=_optional_path(values, "tls_cert"),
     tls_key=_optional_path(values, "tls_key"),
     started_at=_get(values, "started_at"),
+    tape=_get(values, "tape"),
   )
 
 
@@ -326,7 +343,12 @@ def evaluate_options(
     seed=_get(values, "seed"),
     devices_per_host=_get(values, "devices_per_host"),
     started_at=_get(values, "started_at"),
+    follow=_get(values, "follow"),
   )
+
+
+def replay_options(values: flags.FlagValues, default: Path) -> ReplayOptions:
+  return ReplayOptions(_path(values, default), _get(values, "store"))
 
 
 def doctor_options(values: flags.FlagValues, default: Path) -> DoctorOptions:
@@ -465,6 +487,15 @@ def _tls_ca(values: flags.FlagValues) -> None:
     "",
     "PEM file of the authority that signed the syncer's certificate: TLS, not "
     "plain text",
+  )
+
+
+def _tape(values: flags.FlagValues) -> None:
+  _define(flags.DEFINE_boolean, values)(
+    "tape",
+    False,
+    "record every merged contribution in <workdir>/tape, for `decoupled "
+    "replay`; at most Checkpoint.tape_mib",
   )
 
 

@@ -198,6 +198,7 @@ class _Job:
       f"--rounds={self._options.rounds}",
       f"--tokens={self._options.tokens}",
       f"--resume={self._options.resume}",
+      *(["--tape"] if self._options.tape else []),
     )
     env = devices_lib.environment(None)
     role = self._role("syncer", "syncer", arguments, env)

@@ -26,6 +26,7 @@ class RunOptions:
     seed: of initial parameters, data order and storms.
     resume: auto, never or required.
     http_port: status page (0 = none).
+    tape: whether contributions are recorded for `decoupled replay`.
   """
 
   workdir: Path
@@ -40,6 +41,7 @@ class RunOptions:
   seed: int = 0
   resume: str = "auto"
   http_port: int = 0
+  tape: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class SyncerOptions:
     tls_cert: PEM file with the certificate to show (None = plain text).
     tls_key: PEM file with its key.
     started_at: the job's t = 0 on this machine's monotonic clock (None = now).
+    tape: whether contributions are recorded for `decoupled replay`.
   """
 
   workdir: Path
@@ -73,6 +76,7 @@ class SyncerOptions:
   tls_cert: Path | None = None
   tls_key: Path | None = None
   started_at: float | None = None
+  tape: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +125,7 @@ class EvaluateOptions:
     seed: the run's seed.
     devices_per_host: CPU devices to simulate (0 = use the devices there are).
     started_at: the job's t = 0 on this machine's monotonic clock (None = now).
+    follow: evaluate every snapshot as it comes, until the run has ended.
   """
 
   workdir: Path
@@ -128,6 +133,20 @@ class EvaluateOptions:
   seed: int = 0
   devices_per_host: int = 0
   started_at: float | None = None
+  follow: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayOptions:
+  """`decoupled replay`: which recording, and what it has to lead to.
+
+  Attributes:
+    workdir: of the run.
+    store: URL of the checkpoints ("" = `<workdir>/checkpoints`).
+  """
+
+  workdir: Path
+  store: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from decoupled.observe.metrics import Metrics, RoundMetrics
 from decoupled.syncer import lease as lease_lib
 from decoupled.syncer.control import Traffic
 from decoupled.syncer.lease import Lease
+from decoupled.syncer.recording import recording
 from decoupled.syncer.rounds import Plan, Rounds
 from decoupled.syncer.service import Service, serve
 from decoupled.syncer.snapshots import Snapshots, go_on
@@ -82,6 +83,10 @@ def _run(
   if snapshot is not None:
     lease.rise_above(snapshot.term)
   sinks = Tee(log, RoundMetrics(metrics))
+  tape = None
+  if options.tape:
+    tape = recording(options.workdir / "tape", config.checkpoint.tape_mib)
+    sinks.add(tape)
   rounds = Rounds(
     Plan(
       run_id=_run_id(snapshot, lease, options),
@@ -99,6 +104,7 @@ def _run(
     term=lease.term,
     events=sinks,
     started_at=started_at,
+    tape=tape,
   )
   lease.serve(rounds.run_id)
   if restored is not None:
@@ -114,8 +120,16 @@ def _run(
       skipped=restored.skipped,
     )
     faults.reached("syncer.restored")
+  if tape is not None:
+    tape.watch(rounds, restored)
+
+  def may_commit() -> None:
+    if tape is not None:
+      tape.flush()
+    lease.check()
+
   snapshots = Snapshots(
-    rounds, store, config.checkpoint, log, clock, may_commit=lease.check
+    rounds, store, config.checkpoint, log, clock, may_commit=may_commit
   )
   sinks.add(snapshots)
   syncer_store.warm_up()
@@ -147,6 +161,8 @@ def _run(
   )
   faults.reached("syncer.ended")
   outcome = "nothing_to_save"
+  if tape is not None:
+    tape.close()
   if rounds.model is not None and rounds.has_history:
     saved = snapshots.save(end.left_s)
     outcome = "saved" if saved else "not_saved"
