@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from decoupled.clock import Clock
+from decoupled.syncer.donors import Donors
 from decoupled.types import (
   Announcement,
   Arrays,
@@ -46,6 +47,7 @@ class RoundsLike(Protocol[JobT]):
 
   generation: int
   phase: Phase
+  donors: Donors
 
   @property
   def ended(self) -> bool: ...
