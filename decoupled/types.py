@@ -226,6 +226,7 @@ class Announcement:
     refused: copies to drop, each with its reason.
     common_step: the run's step of the learning-rate schedule (design 4.10).
     note: what the syncer is waiting for, in a sentence ("" = nothing).
+    donate: request to give its optimizer state to a joiner, 0 for none.
   """
 
   term: int
@@ -240,6 +241,7 @@ class Announcement:
   refused: tuple[tuple[CopyId, str], ...] = ()
   common_step: int = 0
   note: str = ""
+  donate: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +277,49 @@ class MergedFragment:
   base: Version = NO_VERSION
 
 
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+  """One array of an optimizer's state.
+
+  Attributes:
+    path: its place in the tree, joined by `/`.
+    shape: its whole shape, over all devices.
+    dtype: NumPy name, such as `float32`.
+  """
+
+  path: str
+  shape: tuple[int, ...]
+  dtype: str
+
+  def __str__(self) -> str:
+    return f"{self.path} {self.dtype}[{','.join(map(str, self.shape))}]"
+
+  @property
+  def nbytes(self) -> int:
+    return int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class StateHeader:
+  """What a donor says of the state that follows.
+
+  Attributes:
+    request: the request of the announcement that asked for it.
+    donor: the learner that gives.
+    incarnation: its fencing number.
+    step: inner steps of its process when the copy was made.
+    schedule_step: its step of the learning-rate schedule then.
+    leaves: the arrays, in the order in which they come.
+  """
+
+  request: int
+  donor: int
+  incarnation: int
+  step: int
+  schedule_step: int
+  leaves: tuple[Leaf, ...]
+
+
 PROTOCOL_VERSION = 1
 
 
@@ -291,6 +336,7 @@ class Hello:
     hosts: number of hosts of the learner.
     previous: incarnation it held before a broken connection, 0 if none.
     protocol: version of the wire protocol.
+    gives_state: whether it can give its optimizer state to a joiner.
   """
 
   learner_id: int
@@ -301,6 +347,7 @@ class Hello:
   hosts: int = 1
   previous: int = 0
   protocol: int = PROTOCOL_VERSION
+  gives_state: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -113,5 +113,21 @@ def restore_learner(
   return LearnerSnapshot(tree, meta, found.number, found.path, found.skipped)
 
 
+def newest_meta(store: StorePath, learner_id: int) -> dict[str, Any] | None:
+  """The plain values of a learner's newest snapshot; its arrays are not read.
+
+  Returns:
+    None where no committed snapshot of this id can be read.
+  """
+  for folder in commit.folders(_group(store, learner_id)):
+    try:
+      if (folder / commit.MARKER).exists():
+        meta: dict[str, Any] = json.loads((folder / META).read_text())
+        return meta
+    except (OSError, ValueError):
+      continue
+  return None
+
+
 def _group(store: StorePath, learner_id: int) -> epath.Path:
   return epath.Path(store).absolute() / f"learner_{learner_id}"

@@ -27,9 +27,13 @@ from decoupled.launch.termination import Termination
 from decoupled.learner import allocator, compile_cache, joining, loop
 from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
+from decoupled.learner.copies import Copies, compile_copy
+from decoupled.learner.donor import Donor
 from decoupled.learner.optimizer import make_optimizer
+from decoupled.learner.origin import Origin, Search
 from decoupled.learner.pace import Pace
-from decoupled.learner.snapshots import Place, Snapshots, compile_copy
+from decoupled.learner.phases import Phases
+from decoupled.learner.snapshots import Place, Snapshots
 from decoupled.link.link import Link, Patience
 from decoupled.models.task import LanguageModel
 from decoupled.observe.events import EventLog
@@ -59,6 +63,7 @@ def run(config: Config, options: LearnerOptions) -> int:
 
 
 def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
+  phases = Phases()
   wire: client.GrpcLearnerWire | None = None
   if not joining.complete(config, options):
     wire = joining.dial(config, options)
@@ -91,49 +96,47 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
     batch_spec(config.corpus.context, config.batch.sequences),
     mesh,
   )
-  copy = compile_copy(specs.opt_state)
+  copies = Copies(compile_copy(specs.opt_state))
   learner_store.warm_up(jax.device_put(np.int32(0), meshes.replicated(mesh)))
   init = steps.make_init(task, optimizer, mesh)
   state = init(np.uint32(seed))
-  state, restored = _restore(options, specs, state)
+  phases.mark("compiled")
   wire = wire or joining.dial(config, options)
   end.goodbye = wire.leave
   link = _link(config, options, wire, state.params, task, text.digest, end)
   welcome = link.join(state.params)
   end.role = f"learner/{welcome.learner_id}"
-  state = state._replace(params=link.begin(state.params))
-  if restored and restored.get("run_id", welcome.run_id) != welcome.run_id:
-    _LOG.warning(
-      "the checkpoint of learner %d is of run %s, not of %s: not used",
-      *(welcome.learner_id, restored["run_id"], welcome.run_id),
-    )
-    fresh = init(np.uint32(seed))
-    state, restored = state._replace(opt_state=fresh.opt_state), None
-  if restored is None and welcome.has_history:
-    _LOG.warning(
-      "learner %d has no checkpoint: it goes on with fresh optimizer moments",
-      welcome.learner_id,
-    )
+  phases.mark("joined")
+  search = Search(
+    wire.take_state, welcome, _store(options), specs.opt_state, link.wake
+  )
+  state = state._replace(params=link.begin(state.params, search.done))
+  origin = search.result()
+  if origin.opt_state is not None:
+    state = state._replace(opt_state=origin.opt_state)
+  phases.mark("ready")
   place = Place(_store(options), welcome.learner_id, welcome.run_id)
   saved = Snapshots(
     place,
     config.checkpoint,
     config.exchange.H / config.exchange.P,
-    copy,
+    copies,
     _log(options),
     MonotonicClock(),
   )
-  meta = restored or {}
+  donor = Donor(
+    link, welcome.learner_id, wire.give_state, copies, specs.opt_state
+  )
   # after a death of both the syncer's snapshot may know an older place
-  unit, offset = meta.get("position", (0, 0))
+  unit, offset = origin.saved.get("position", (0, 0))
   position = max(welcome.position, (unit, offset))
   batches = _batches(config, options, text.train, welcome.learner_id, position)
   done = loop.Trained(
     state=state,
-    schedule_step=max(link.common_step, meta.get("schedule_step", 0)),
+    schedule_step=max(link.common_step, origin.saved.get("schedule_step", 0)),
     position=position,
   )
-  _say_ready(options, link, restored is not None, compiles)
+  _say_ready(options, link, origin, phases, compiles)
   affinity.release()
   end.something_to_lose()
   _train(
@@ -142,12 +145,14 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
     link,
     done,
     saved,
+    donor,
     train_step,
     batches,
     mesh,
     task,
     end.requested.is_set,
   )
+  donor.close()
   _finish(options, link, done, saved, end, compiles)
   batches.close()
   return 0 if link.done else end.status
@@ -156,15 +161,26 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
 def _say_ready(
   options: LearnerOptions,
   link: Link,
-  restored: bool,
+  origin: Origin,
+  phases: Phases,
   compiles: compile_cache.CompileCounter,
 ) -> None:
   log = _log(options)
+  age = None
+  if origin.schedule_step is not None:
+    age = max(0, link.common_step - origin.schedule_step)
+  if origin.donor is not None:
+    _LOG.info(
+      "optimizer state comes from learner %d, %d steps ago", origin.donor, age
+    )
   log.emit(
     "ready",
     learner=link.welcome.learner_id,
     incarnation=link.welcome.incarnation,
-    state_source="checkpoint" if restored else "fresh",
+    state_source=origin.source,
+    donor=origin.donor,
+    age_steps=age,
+    phases=phases.since(options.started_at or 0.0),
     compiles=compiles.counts(),
   )
   log.close()
@@ -182,23 +198,17 @@ def _store(options: LearnerOptions) -> str:
   return options.store or str(options.workdir / "checkpoints")
 
 
-def _restore(
-  options: LearnerOptions, specs: Any, state: steps.TrainState
-) -> tuple[steps.TrainState, dict[str, Any] | None]:
-  """Inner optimizer state from the newest checkpoint of this id, if any."""
-  if options.learner_id < 0:
-    return state, None
-  snapshot = learner_store.restore_learner(
-    _store(options), options.learner_id, {"opt_state": specs.opt_state}
+def _wire(config: Config, options: LearnerOptions) -> client.GrpcLearnerWire:
+  limits = config.limits
+  token = (
+    credentials.read_token(options.token_file) if options.token_file else ""
   )
-  if snapshot is None:
-    return state, None
-  for sentence in snapshot.skipped:
-    _LOG.warning("%s", sentence)
-  _LOG.info("optimizer state comes from %s", snapshot.path)
-  return (
-    state._replace(opt_state=snapshot.tree["opt_state"]),
-    snapshot.meta,
+  return client.GrpcLearnerWire(
+    address.resolve(options.syncer_address, limits.connect_s),
+    token,
+    connect_s=limits.connect_s,
+    transfer_s=limits.transfer_s,
+    moved=lambda: address.published(options.syncer_address),
   )
 
 
@@ -219,6 +229,7 @@ def _link(
     contract=joining.agreed(
       config, options.seed or 0, [("Corpus.digest", digest)]
     ),
+    gives_state=True,
   )
   limits = config.limits
 
@@ -256,6 +267,7 @@ def _train(
   link: Link,
   done: loop.Trained,
   saved: Snapshots,
+  donor: Donor,
   train_step: steps.TrainStep,
   batches: Batches,
   mesh: jax.sharding.Mesh,
@@ -273,6 +285,7 @@ def _train(
   def after_step(now: loop.Trained) -> None:
     nonlocal said
     saved.after_step(now)
+    donor.after_step(now)
     time_s = clock.now()
     if time_s - said < _METRICS_EVERY_S:
       return

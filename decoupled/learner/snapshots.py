@@ -10,21 +10,19 @@ import dataclasses
 import logging
 import math
 import threading
-from collections.abc import Callable, Hashable
-from typing import Any, TypeAlias
+from collections.abc import Hashable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from decoupled.checkpoint import learner_store
 from decoupled.checkpoint.settings import Checkpoint
 from decoupled.clock import Clock
 from decoupled.errors import DecoupledError
+from decoupled.learner.copies import Copies, StateCopy, uncopied
 from decoupled.learner.loop import Trained
 from decoupled.link import workers
 from decoupled.types import EventSink
-
-Copier: TypeAlias = Callable[[Any], Any]
 
 _LOG = logging.getLogger("decoupled.learner")
 
@@ -47,13 +45,6 @@ class Place:
   run_id: str
 
 
-def compile_copy(specs: Any) -> Copier:
-  """A copy on the devices, compiled ahead: a loop must not wait for that."""
-  copy = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))
-  compiled: Copier = copy.lower(specs).compile()
-  return compiled
-
-
 class Snapshots:
   """Saves a learner's inner optimizer state; at most one save at a time.
 
@@ -64,7 +55,7 @@ class Snapshots:
     place: where they go.
     settings: how often.
     steps_per_round: H / P, the inner steps of a round.
-    copy: of the optimizer state, from `compile_copy`.
+    copies: of the optimizer state, shared with who else needs one.
     events: told of each save.
     clock: for intervals only.
   """
@@ -74,7 +65,7 @@ class Snapshots:
     place: Place,
     settings: Checkpoint,
     steps_per_round: float,
-    copy: Copier,
+    copies: Copies,
     events: EventSink,
     clock: Clock,
   ):
@@ -83,14 +74,15 @@ class Snapshots:
     self._steps_per_round = steps_per_round
     self._events = events
     self._clock = clock
-    self._copy = copy
+    self._copies = copies
     ahead = place.learner_id * _GOLDEN % 1.0
     self._last_step = -ahead * settings.every_rounds * steps_per_round
     rest_s = max(settings.every_s, settings.least_s)
     self._last_s = clock.now() - ahead * rest_s
     self._idle = threading.Event()
     self._idle.set()
-    self._next: tuple[Any, int, dict[str, Any]] | None = None
+    self._next: StateCopy | None = None
+    self._newest = -1  # what was saved last
     # made here: to start a thread is to wait for it
     self._worker = workers.Threaded("snapshot", self._beside, self._failed)
 
@@ -101,11 +93,14 @@ class Snapshots:
     rounds = (now.step - self._last_step) / self._steps_per_round
     if not self._settings.due(rounds, self._clock.now() - self._last_s):
       return
+    copy = self._copies.take(now, self)
+    if copy.schedule_step <= self._newest:
+      self._copies.release(copy, self)
+      return  # a slow donation still holds what is saved already
     self._last_step, self._last_s = now.step, self._clock.now()
-    state = self._copy(now.state.opt_state)
-    for leaf in jax.tree.leaves(state):
+    for leaf in jax.tree.leaves(copy.state):
       leaf.copy_to_host_async()
-    self._next = (state, now.schedule_step, self._meta(now))
+    self._next = copy
     self._idle.clear()
     self._worker.put(now.schedule_step)
 
@@ -126,7 +121,7 @@ class Snapshots:
         *(self._place.store, limit_s, now.schedule_step),
       )
       return False
-    return self._save(now.state.opt_state, now.schedule_step, self._meta(now))
+    return self._save(uncopied(now))
 
   def finish(self, limit_s: float | None = None) -> bool:
     """Waits until nothing is under way; False if something is at the limit."""
@@ -135,39 +130,40 @@ class Snapshots:
   def _beside(self, key: Hashable) -> None:
     del key  # at most one save waits
     assert self._next is not None
-    state, number, meta = self._next
-    self._next = None
+    copy, self._next = self._next, None
     try:
-      self._save(state, number, meta)
+      self._save(copy)
     finally:
+      self._copies.release(copy, self)
       self._idle.set()
 
   def _failed(self, error: BaseException) -> None:
     """A fault of the program: training goes on."""
     _LOG.error("a snapshot failed", exc_info=error)
 
-  def _meta(self, now: Trained) -> dict[str, Any]:
+  def _meta(self, copy: StateCopy) -> dict[str, Any]:
     return {
       "run_id": self._place.run_id,
-      "schedule_step": now.schedule_step,
-      "step": now.step,
-      "tokens": now.tokens,
-      "position": list(now.position),
-      "loss": now.loss if math.isfinite(now.loss) else None,
+      "schedule_step": copy.schedule_step,
+      "step": copy.step,
+      "tokens": copy.tokens,
+      "position": list(copy.position),
+      "loss": copy.loss if math.isfinite(copy.loss) else None,
     }
 
-  def _save(self, state: Any, number: int, meta: dict[str, Any]) -> bool:
+  def _save(self, copy: StateCopy) -> bool:
     """Commits a snapshot; failing is loud and counted, not fatal."""
-    path, error = "", ""
+    path, error, number = "", "", copy.schedule_step
     try:
       path = learner_store.save_learner(
         self._place.store,
         self._place.learner_id,
         number,
-        {"opt_state": state},
-        meta,
+        {"opt_state": copy.state},
+        self._meta(copy),
         self._settings.keep,
       )
+      self._newest = number
     except DecoupledError as failure:
       error = str(failure)
       _LOG.error("%s", error)

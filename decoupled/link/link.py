@@ -195,12 +195,16 @@ class Link:
     self._listen()
     return welcome
 
-  def begin(self, params: Tree) -> Tree:
+  def begin(
+    self, params: Tree, until: Callable[[], bool] = lambda: True
+  ) -> Tree:
     """Joins, unless it has, and waits until every fragment is adopted.
 
     Args:
       params: the initial parameters; they become version 0 only if the run
         has none and this learner is asked for it.
+      until: what else to wait for, with a limit of its own; newer fragments
+        are adopted meanwhile. `wake` makes the wait look again.
 
     Returns:
       The run's parameters; `params` is consumed.
@@ -213,7 +217,17 @@ class Link:
       self._patience.join_s,
       "the parameters of every fragment",
     )
+    if not until():
+      self._wait_for(
+        lambda: self.visit_start(leaves) and until(),
+        float("inf"),
+        "optimizer state",
+      )
     return jax.tree.unflatten(self._treedef, leaves)
+
+  def wake(self) -> None:
+    """Whatever waits in this link looks at once; for any thread."""
+    self._wake.set()
 
   def visit_start(self, leaves: list[jax.Array]) -> bool:
     """One look before the first step; True once it may be taken.
@@ -307,6 +321,14 @@ class Link:
   def common_step(self) -> int:
     """The run's step of the learning-rate schedule, as last adopted."""
     return self._boundary.common_step
+
+  @property
+  def donation(self) -> tuple[int, int] | None:
+    """(incarnation, request) if the optimizer state of this one is wanted."""
+    a, session = self._boundary.announcement, self._boundary.session
+    if a is None or session is None or not a.donate:
+      return None
+    return session.incarnation, a.donate
 
   @property
   def versions(self) -> tuple[Version, ...]:

@@ -58,9 +58,17 @@ KINDS: Mapping[str, Kind] = {
     "term position cold state_source",
   ),
   "ready": _kind(
-    "A learner holds every fragment and starts its first step.",
+    "A learner holds every fragment and starts its first step. "
+    "`state_source`: donor, checkpoint or fresh; `age_steps`: by how many "
+    "inner steps the run is ahead of that state; `phases`: when the parts of "
+    "its start were over, in seconds from the job's start.",
     "learner incarnation",
-    "state_source compiles",
+    "state_source donor age_steps phases compiles",
+  ),
+  "donation": _kind(
+    "A donor's optimizer state was passed on to a joiner (`ok`), or not. "
+    "`donor` is null where all that could give were busy.",
+    "learner donor ok bytes error",
   ),
   "first_step": _kind(
     "A learner finished its first step since joining.", "learner incarnation"

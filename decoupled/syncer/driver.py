@@ -14,6 +14,7 @@ from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from decoupled import faults
 from decoupled.clock import Clock
+from decoupled.syncer.donors import Donors
 from decoupled.types import (
   Announcement,
   Arrays,
@@ -48,6 +49,7 @@ class RoundsLike(Protocol[JobT]):
   generation: int
   phase: Phase
   contract: dict[str, str]
+  donors: Donors
 
   @property
   def run_id(self) -> str: ...

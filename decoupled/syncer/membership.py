@@ -31,6 +31,8 @@ class Member:
     hosts: number of hosts.
     lease_until: when silence ends the claim.
     joined_at: when it joined.
+    gives_state: whether it can give its optimizer state to a joiner.
+    rejoined: whether its process was in the run before.
     report: its newest report.
     stepped: whether it has finished a step since joining.
     step_s: running step time, NaN before two timed steps.
@@ -52,6 +54,8 @@ class Member:
   hosts: int
   lease_until: float
   joined_at: float
+  gives_state: bool = False
+  rejoined: bool = False
   report: Report | None = None
   stepped: bool = False
   step_s: float = math.nan
@@ -150,6 +154,8 @@ class Membership:
       hosts=hello.hosts,
       lease_until=now + self._lease_s,
       joined_at=now,
+      gives_state=hello.gives_state,
+      rejoined=hello.previous > 0,
     )
     self.live[learner_id] = member
     return member

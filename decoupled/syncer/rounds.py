@@ -32,6 +32,7 @@ from decoupled.algorithm.policy import Exchange, Outer
 from decoupled.errors import ConfigError, Refused
 from decoupled.syncer import checks
 from decoupled.syncer.accounts import Accounts
+from decoupled.syncer.donors import Donors
 from decoupled.syncer.membership import Member, Membership
 from decoupled.syncer.model import GlobalFragment, GlobalModel
 from decoupled.syncer.settings import Limits
@@ -187,6 +188,7 @@ class Rounds:
     self.generation = 0
     self._common_changes = 0
     self.membership = Membership(limits.lease_s, {})
+    self.donors = Donors(self.membership, limits, events, self._changed)
     self.contract = dict(plan.contract)
     self.model: GlobalModel | None = None
     self.accounts: Accounts | None = None
@@ -401,6 +403,7 @@ class Rounds:
     if self.accounts is not None and why != "drained":
       self.accounts.left(member, "failure")
     self.membership.remove(member.learner_id)
+    self.donors.left(member.learner_id, why)
     self._forget_copies(member.learner_id)
     if self._seeder == member.learner_id:
       self._seeder = None
@@ -666,6 +669,7 @@ class Rounds:
       refused=tuple(member.refused.items()),
       common_step=self.common_step,
       note=self._note,
+      donate=self.donors.asked_of(learner_id),
     )
 
   @property
@@ -725,7 +729,7 @@ class Rounds:
       times.append(self._started_at + self._limits.start_s)
     if self.phase is Phase.TRAINING:
       times.append(self._opens_at())
-    times += [self._drain_by, self._ends_by]
+    times += [self._drain_by, self._ends_by, self.donors.wake_at()]
     for r in self._open.values():
       if r.merging:
         continue
@@ -735,6 +739,7 @@ class Rounds:
     return min(later, default=math.inf)
 
   def _advance(self, now: float) -> None:
+    self.donors.tick(now)
     self._start(now)
     self._close(now)
     self._open_rounds(now)

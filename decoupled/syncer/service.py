@@ -13,17 +13,20 @@ from decoupled.clock import Clock, MonotonicClock
 from decoupled.errors import ConfigError
 from decoupled.syncer.control import Membership, Traffic
 from decoupled.syncer.driver import Driver, JobT, RoundsLike
+from decoupled.syncer.relay import Relay
 from decoupled.syncer.transfers import TRANSFERS_PER_LEARNER, FragmentStore
 from decoupled.types import EventSink
 from decoupled.wire import credentials
 from decoupled.wire.address import Address
 from decoupled.wire.proto.decoupled.v1 import (
+  donations_pb2_grpc,
   fragments_pb2_grpc,
   membership_pb2_grpc,
 )
 from decoupled.wire.status import JobStatus
 
-_CALLS_BESIDE_TRANSFERS = 4  # of one learner: control, hello, fetches
+# Of one learner: control, hello, fetches, a state given and one taken.
+_CALLS_BESIDE_TRANSFERS = 6
 
 
 class Service:
@@ -76,6 +79,10 @@ class Service:
     )
     fragments_pb2_grpc.add_FragmentStoreServicer_to_server(
       self._store, self._server
+    )
+    self._relay = Relay(self._driver, self.traffic, transfer_s)
+    donations_pb2_grpc.add_DonationsServicer_to_server(
+      self._relay, self._server
     )
     self._running: asyncio.Task[None] | None = None
 

@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,11 @@ class Piece(NamedTuple):
   crc32: int
 
 
-def split(payload: Payload, chunk_bytes: int) -> Iterator[Piece]:
-  """Cuts a payload into pieces of `chunk_bytes`; the last may be shorter."""
+def split(payload: Iterable[np.ndarray], chunk_bytes: int) -> Iterator[Piece]:
+  """Cuts a payload into pieces of `chunk_bytes`; the last may be shorter.
+
+  Its arrays are asked for one at a time.
+  """
   crc, held = 0, bytearray()
   for array in payload:
     flat = _bytes(array)

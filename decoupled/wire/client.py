@@ -1,8 +1,9 @@
 """The gRPC wire: a learner's connection to its syncer, and the operator's."""
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import grpc
@@ -22,15 +23,18 @@ from decoupled.types import (
   Phase,
   Report,
   RunContract,
+  StateHeader,
   Version,
   Welcome,
 )
 from decoupled.wire import address as address_lib
-from decoupled.wire import chunks, codecs, credentials, messages
+from decoupled.wire import chunks, codecs, credentials, messages, states
 from decoupled.wire import tls as tls_lib
 from decoupled.wire.address import Address
 from decoupled.wire.messages import Encoding
 from decoupled.wire.proto.decoupled.v1 import (
+  donations_pb2,
+  donations_pb2_grpc,
   fragments_pb2,
   fragments_pb2_grpc,
   membership_pb2,
@@ -142,6 +146,7 @@ class GrpcLearnerWire:
     ]
     self._membership = membership_pb2_grpc.MembershipStub(self._channels[0])
     self._store = fragments_pb2_grpc.FragmentStoreStub(self._channels[1])
+    self._donations = donations_pb2_grpc.DonationsStub(self._channels[1])
 
   def _elsewhere(self) -> Address | None:
     """Where the syncer is now, None if that is where it was."""
@@ -319,6 +324,54 @@ class GrpcLearnerWire:
       assembly.add(data.data, data.crc32)
     arrays = codecs.decode(encoding.codec, assembly.finish(), base)
     return dataclasses.replace(merged, arrays=arrays)
+
+  @contextlib.contextmanager
+  def take_state(self) -> Iterator[states.Incoming]:
+    """Asks for a donor's optimizer state; ask again for another donor's.
+
+    Blocks while it comes; the syncer ends a transfer that does not move.
+
+    Raises:
+      Refused: `no_donor`: nobody (else) can give one; `donor`: this one
+        failed; or what came was damaged.
+      Unreachable: the syncer is gone.
+    """
+    call: Any = self._donations.Take(
+      donations_pb2.TakeRequest(
+        learner_id=self._granted.learner_id,
+        incarnation=self._granted.incarnation,
+      ),
+      metadata=self._metadata,
+    )
+    try:
+      yield states.Incoming(call)
+    except grpc.RpcError as error:
+      raise failure(error, self._address, self._transfer_s) from None
+    finally:
+      call.cancel()
+
+  def give_state(
+    self, header: StateHeader, arrays: Iterable[np.ndarray]
+  ) -> None:
+    """Sends this learner's optimizer state; blocks until it is passed on.
+
+    Args:
+      header: names the request.
+      arrays: the leaves in the header's order, whole; they are asked for one
+        at a time, by a thread of the call's own.
+
+    Raises:
+      Refused: nobody waits for it any more.
+      Unreachable: the syncer is gone.
+    """
+    try:
+      reply = self._donations.Give(
+        states.outgoing(header, arrays), metadata=self._metadata
+      )
+    except grpc.RpcError as error:
+      raise failure(error, self._address, self._transfer_s) from None
+    if reply.refusal:
+      raise Refused(reply.refusal, reply.message)
 
   def leave(self, why: str = "") -> None:
     """Says goodbye, then ends the control stream."""

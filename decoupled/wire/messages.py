@@ -9,6 +9,9 @@ import math
 from collections.abc import Iterable, Sized
 from typing import NamedTuple
 
+import ml_dtypes  # noqa: F401  (bfloat16 and others get their names)
+import numpy as np
+
 from decoupled.errors import Refused
 from decoupled.types import (
   Announcement,
@@ -17,6 +20,7 @@ from decoupled.types import (
   CopyId,
   Heartbeat,
   Hello,
+  Leaf,
   Manifest,
   MergedFragment,
   OpenRound,
@@ -25,12 +29,14 @@ from decoupled.types import (
   Role,
   RunContract,
   Stage,
+  StateHeader,
   TensorSpec,
   Unit,
   Version,
   Welcome,
 )
 from decoupled.wire.proto.decoupled.v1 import common_pb2 as common_pb
+from decoupled.wire.proto.decoupled.v1 import donations_pb2 as donations_pb
 from decoupled.wire.proto.decoupled.v1 import fragments_pb2 as fragments_pb
 from decoupled.wire.proto.decoupled.v1 import membership_pb2 as membership_pb
 from decoupled.wire.status import JobStatus, LearnerStatus
@@ -267,6 +273,7 @@ def hello_to(hello: Hello) -> membership_pb.HelloRequest:
     contract=contract_to(hello.contract),
     hosts=hello.hosts,
     previous=hello.previous,
+    gives_state=hello.gives_state,
   )
 
 
@@ -280,6 +287,7 @@ def hello_from(message: membership_pb.HelloRequest) -> Hello:
     hosts=_number("hosts", message.hosts, 1, MAX_LEARNERS),
     previous=_number("previous", message.previous),
     protocol=message.protocol,
+    gives_state=message.gives_state,
   )
 
 
@@ -432,6 +440,7 @@ def announcement_to(said: Announcement) -> membership_pb.Announcement:
     ],
     common_step=said.common_step,
     note=said.note[:MAX_TEXT],
+    donate=said.donate,
   )
 
 
@@ -461,6 +470,7 @@ def announcement_from(message: membership_pb.Announcement) -> Announcement:
     ),
     common_step=_number("announcement.common_step", message.common_step),
     note=_text("announcement.note", message.note),
+    donate=_number("announcement.donate", message.donate),
   )
 
 
@@ -626,8 +636,58 @@ def fragment_from(
   return merged, encoding_from(found.encoding)
 
 
-def data_from(message: fragments_pb.Chunk) -> fragments_pb.Data:
+def data_from(
+  message: fragments_pb.Chunk | donations_pb.StateChunk,
+) -> fragments_pb.Data:
   """A chunk of data."""
   if message.WhichOneof("part") != "data":
     raise malformed("a second header within one stream")
   return message.data
+
+
+# --- donations -------------------------------------------------------------
+
+
+def state_header_to(header: StateHeader) -> donations_pb.StateChunk:
+  """The first message of a donor's stream."""
+  return donations_pb.StateChunk(
+    header=donations_pb.StateHeader(
+      request=header.request,
+      donor=header.donor,
+      incarnation=header.incarnation,
+      step=header.step,
+      schedule_step=header.schedule_step,
+      leaves=[
+        donations_pb.Leaf(path=leaf.path, shape=leaf.shape, dtype=leaf.dtype)
+        for leaf in header.leaves
+      ],
+    )
+  )
+
+
+def state_header_from(message: donations_pb.StateChunk) -> StateHeader:
+  if message.WhichOneof("part") != "header":
+    raise malformed("a state starts with its header")
+  found = message.header
+  _at_most("state.leaves", found.leaves, MAX_TENSORS)
+  return StateHeader(
+    request=_number("state.request", found.request),
+    donor=_learner("state.donor", found.donor),
+    incarnation=_number("state.incarnation", found.incarnation),
+    step=_number("state.step", found.step),
+    schedule_step=_number("state.schedule_step", found.schedule_step),
+    leaves=tuple(_leaf_from(leaf) for leaf in found.leaves),
+  )
+
+
+def _leaf_from(message: donations_pb.Leaf) -> Leaf:
+  _at_most("leaf.shape", message.shape, MAX_RANK)
+  try:
+    np.dtype(message.dtype)
+  except TypeError:
+    raise malformed(f"leaf.dtype = {message.dtype[:100]!r}") from None
+  return Leaf(
+    path=_text("leaf.path", message.path),
+    shape=tuple(_number("leaf.shape", n, high=2**40) for n in message.shape),
+    dtype=_text("leaf.dtype", message.dtype),
+  )

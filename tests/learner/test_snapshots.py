@@ -14,8 +14,9 @@ from decoupled.checkpoint.settings import Checkpoint
 from decoupled.clock import ManualClock
 from decoupled.errors import DecoupledError
 from decoupled.launch.in_memory import Recorder
+from decoupled.learner.copies import Copies, compile_copy
 from decoupled.learner.loop import Trained
-from decoupled.learner.snapshots import Place, Snapshots, compile_copy
+from decoupled.learner.snapshots import Place, Snapshots
 from decoupled.learner.step import TrainState
 
 LIMIT_S = 20.0
@@ -36,11 +37,12 @@ class Loop:
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
       {"mu": state},
     )
+    self.copies = Copies(compile_copy(self.specs))
     self.snapshots = Snapshots(
       Place(str(tmp_path), learner, "run-1"),
       Checkpoint(**{"least_s": 0.0, **settings}),
       2.0,
-      compile_copy(self.specs),
+      self.copies,
       self.events,
       self.clock,
     )
@@ -174,3 +176,24 @@ def test_short_rounds_do_not_make_it_save_all_the_time(tmp_path, sharding):
     loop.run(4)  # 4 s
     loop.settle()
   assert [e["round"] for e in loop.events.of("checkpoint")] == [116, 132]
+
+
+def test_who_needs_a_copy_shares_the_one_that_is_in_use(tmp_path, sharding):
+  loop = Loop(tmp_path, sharding, every_rounds=5)
+  loop.run(3)
+  given = loop.copies.take(loop.done, "donor")  # at step 3, for a slow joiner
+  loop.run(7)  # a save is due at step 10
+  loop.settle()
+  [saved] = loop.events.of("checkpoint")
+  assert saved["round"] == 103
+  assert (np.asarray(loop.restored().tree["opt_state"]["mu"]) == 3).all()
+  assert loop.restored().meta["step"] == 3
+  loop.run(20)  # what is saved already is not saved again
+  loop.settle()
+  assert len(loop.events.of("checkpoint")) == 1
+  assert (np.asarray(given.state["mu"]) == 3).all()
+  loop.copies.release(given, "donor")
+  loop.run(1)
+  loop.settle()
+  assert loop.events.of("checkpoint")[-1]["round"] == 131
+  assert loop.copies._held is None

@@ -8,7 +8,10 @@ from collections.abc import Callable
 import numpy as np
 
 from decoupled.errors import Refused
+from decoupled.syncer.donors import Donors
+from decoupled.syncer.membership import Membership
 from decoupled.syncer.service import Service
+from decoupled.syncer.settings import Limits
 from decoupled.types import (
   NO_VERSION,
   Announcement,
@@ -137,6 +140,8 @@ class FakeRounds:
     self.ticks = 0
     self.refusal = ""
     self.padding = 0
+    nobody = Membership(5.0, {})
+    self.donors = Donors(nobody, Limits(), Events(), lambda member: None)
 
   def hello(self, now: float, hello: Hello) -> Welcome:
     self.calls.append(("hello", hello))

@@ -70,6 +70,7 @@ learner = st.integers(0, messages.MAX_LEARNERS)
     contract=contract,
     hosts=st.integers(1, 64),
     previous=count,
+    gives_state=st.booleans(),
   )
 )
 def test_hello(hello):
@@ -120,6 +121,7 @@ def test_a_loss_that_is_not_there_yet_stays_nan():
     tuples(st.tuples(copy, text)),
     count,
     text,
+    count,
   )
 )
 def test_announcement(said):

@@ -296,6 +296,7 @@ class HelloRequest(_message.Message):
     CONTRACT_FIELD_NUMBER: _builtins.int
     HOSTS_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
+    GIVES_STATE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     learner_id: _builtins.int
     """-1: any free one"""
@@ -305,6 +306,8 @@ class HelloRequest(_message.Message):
     hosts: _builtins.int
     previous: _builtins.int
     """incarnation before a broken connection"""
+    gives_state: _builtins.bool
+    """can give its optimizer state to a joiner"""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
@@ -320,10 +323,11 @@ class HelloRequest(_message.Message):
         contract: _abc.Iterable[Global___ContractLine] | None = ...,
         hosts: _builtins.int = ...,
         previous: _builtins.int = ...,
+        gives_state: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "holder", b"holder", "hosts", b"hosts", "learner_id", b"learner_id", "previous", b"previous", "protocol", b"protocol", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "gives_state", b"gives_state", "holder", b"holder", "hosts", b"hosts", "learner_id", b"learner_id", "previous", b"previous", "protocol", b"protocol", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -577,6 +581,7 @@ class Announcement(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     COMMON_STEP_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
+    DONATE_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     seq: _builtins.int
     phase: Global___Phase.ValueType
@@ -586,6 +591,8 @@ class Announcement(_message.Message):
     common_step: _builtins.int
     note: _builtins.str
     """what is waited for, in a sentence"""
+    donate: _builtins.int
+    """request for its optimizer state, 0 = none"""
     @_builtins.property
     def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRound]: ...
     @_builtins.property
@@ -609,10 +616,11 @@ class Announcement(_message.Message):
         refused: _abc.Iterable[Global___RefusedCopy] | None = ...,
         common_step: _builtins.int = ...,
         note: _builtins.str = ...,
+        donate: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["common_step", b"common_step", "next_open_in_s", b"next_open_in_s", "next_round", b"next_round", "note", b"note", "open", b"open", "pace_s", b"pace_s", "phase", b"phase", "refused", b"refused", "seq", b"seq", "term", b"term", "versions", b"versions", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["common_step", b"common_step", "donate", b"donate", "next_open_in_s", b"next_open_in_s", "next_round", b"next_round", "note", b"note", "open", b"open", "pace_s", b"pace_s", "phase", b"phase", "refused", b"refused", "seq", b"seq", "term", b"term", "versions", b"versions", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
