@@ -198,20 +198,6 @@ def _store(options: LearnerOptions) -> str:
   return options.store or str(options.workdir / "checkpoints")
 
 
-def _wire(config: Config, options: LearnerOptions) -> client.GrpcLearnerWire:
-  limits = config.limits
-  token = (
-    credentials.read_token(options.token_file) if options.token_file else ""
-  )
-  return client.GrpcLearnerWire(
-    address.resolve(options.syncer_address, limits.connect_s),
-    token,
-    connect_s=limits.connect_s,
-    transfer_s=limits.transfer_s,
-    moved=lambda: address.published(options.syncer_address),
-  )
-
-
 def _link(
   config: Config,
   options: LearnerOptions,
