@@ -99,6 +99,8 @@ def _run(config: Config, options: SyncerOptions, lease: Lease) -> int:
       error="",
       role="syncer",
       skipped=restored.skipped,
+      term=rounds.term,
+      cut_by=restored.value.term,
     )
   if tape is not None:
     tape.watch(rounds, restored)
