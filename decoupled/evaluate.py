@@ -4,6 +4,7 @@ Runs in a process of its own after the drain, on the same batches for both, so
 that the difference is what training did.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,10 @@ def main(config: Config, options: EvaluateOptions) -> int:
   """
   if options.devices_per_host:
     jax.config.update("jax_num_cpu_devices", options.devices_per_host)
+  if options.follow:
+    from decoupled import follow
+
+    return follow.main(config, options)
   store = options.store or str(options.workdir / "checkpoints")
   first = syncer_store.restore_version0(store)
   newest = syncer_store.restore_newest(store)
@@ -57,7 +62,7 @@ def main(config: Config, options: EvaluateOptions) -> int:
   evaluator = Evaluator(config)
   before = evaluator.loss(first.value)
   after = evaluator.loss(newest.value)
-  log = _log(options)
+  log = event_log(options)
   log.emit(
     "eval",
     initial_loss=before.loss,
@@ -71,6 +76,10 @@ def main(config: Config, options: EvaluateOptions) -> int:
     f"{newest.value.rounds} rounds ({after.tokens:,} tokens, {newest.path})"
   )
   return 0
+
+
+class Stopped(Exception):
+  """An evaluation was given up since its process has to end."""
 
 
 class Evaluator:
@@ -95,15 +104,26 @@ class Evaluator:
       lambda params, batch: self._task.loss(params, batch, None)
     )
 
-  def loss(self, snapshot: GlobalSnapshot) -> HeldOut:
+  def loss(
+    self,
+    snapshot: GlobalSnapshot,
+    stopping: Callable[[], bool] = lambda: False,
+  ) -> HeldOut:
     """Mean over all tokens, added up in float64.
+
+    Args:
+      snapshot: whose parameters.
+      stopping: asked before each batch; True gives up.
 
     Raises:
       DecoupledError: the snapshot is of another model.
+      Stopped: it was given up.
     """
     params = self._params(snapshot)
     total, tokens = 0.0, 0
     for batch in self._batches:
+      if stopping():
+        raise Stopped
       loss, metrics = self._loss(params, batch)
       count = int(metrics["tokens"])
       total += float(loss) * count
@@ -128,7 +148,7 @@ class Evaluator:
     return jax.device_put(tree.unflatten(like, leaves), shardings)
 
 
-def _log(options: EvaluateOptions) -> EventLog:
+def event_log(options: EvaluateOptions) -> EventLog:
   """The job's log; outside a job, time stands where the log ended."""
   path: Path = options.workdir / "events.jsonl"
   started_at = options.started_at

@@ -271,7 +271,7 @@ def run_options(values: flags.FlagValues, default: Path) -> RunOptions:
     rounds = 0 if tokens else DEFAULT_ROUNDS
   return RunOptions(
     workdir=_path(values, default),
-    store=_get(values, "store"),
+    store=_url(values),
     learners=_get(values, "learners"),
     hosts_per_learner=_get(values, "hosts_per_learner"),
     devices_per_host=_get(values, "devices_per_host"),
@@ -294,7 +294,7 @@ def syncer_options(values: flags.FlagValues, default: Path) -> SyncerOptions:
     )
   return SyncerOptions(
     workdir=_path(values, default),
-    store=_get(values, "store"),
+    store=_url(values),
     bind=_get(values, "bind"),
     learners=_get(values, "learners"),
     rounds=_get(values, "rounds") or 0,
@@ -319,7 +319,7 @@ def learner_options(values: flags.FlagValues, default: Path) -> LearnerOptions:
     )
   return LearnerOptions(
     workdir=workdir,
-    store=_get(values, "store"),
+    store=_url(values),
     syncer_address=where or f"@{workdir / 'syncer.address'}",
     learner_id=_get(values, "learner_id"),
     learners=_get(values, "learners"),
@@ -339,7 +339,7 @@ def evaluate_options(
 ) -> EvaluateOptions:
   return EvaluateOptions(
     workdir=_path(values, default),
-    store=_get(values, "store"),
+    store=_url(values),
     seed=_get(values, "seed"),
     devices_per_host=_get(values, "devices_per_host"),
     started_at=_get(values, "started_at"),
@@ -348,7 +348,7 @@ def evaluate_options(
 
 
 def replay_options(values: flags.FlagValues, default: Path) -> ReplayOptions:
-  return ReplayOptions(_path(values, default), _get(values, "store"))
+  return ReplayOptions(_path(values, default), _url(values))
 
 
 def doctor_options(values: flags.FlagValues, default: Path) -> DoctorOptions:
@@ -412,7 +412,7 @@ def checkpoints_options(
   values: flags.FlagValues, default: Path
 ) -> CheckpointsOptions:
   return CheckpointsOptions(
-    _path(values, default), _get(values, "store"), bool(_get(values, "json"))
+    _path(values, default), _url(values), bool(_get(values, "json"))
   )
 
 
@@ -509,6 +509,12 @@ def _started_at(values: flags.FlagValues) -> None:
 
 def _path(values: flags.FlagValues, default: Path) -> Path:
   return Path(_get(values, "workdir") or default)
+
+
+def _url(values: flags.FlagValues) -> str:
+  """The store; a URL of this machine's own files is the folder itself."""
+  store = str(_get(values, "store"))
+  return store.removeprefix("file://")
 
 
 def _optional_path(values: flags.FlagValues, name: str) -> Path | None:

@@ -130,14 +130,20 @@ KINDS: Mapping[str, Kind] = {
     "term",
   ),
   "checkpoint": _kind(
-    "A snapshot was saved (`what` = save) or restored (`what` = restore).",
+    "A snapshot was saved (`what` = save) or restored (`what` = restore): by "
+    "the syncer of `term`, cut by that of `cut_by`.",
     "what round path ok error",
-    "role skipped",
+    "role skipped term cut_by",
   ),
   "eval": _kind(
     "Held-out loss of version 0 and of the newest global parameters.",
     "initial_loss eval_loss eval_tokens",
     "round batches",
+  ),
+  "heldout": _kind(
+    "Held-out loss of one snapshot of the global parameters (`decoupled "
+    "evaluate --follow`).",
+    "loss tokens round term path",
   ),
   "end": _kind("The job ends.", "status reason"),
 }

@@ -293,7 +293,8 @@ def _losses(line: Timeline, report: dict[str, Any]) -> str:
   if not values:
     return "<p class='soft'>No loss was reported.</p>"
   held = [report["initial_loss"], report["eval_loss"]]
-  values += [v for v in held if v is not None]
+  followed = _followed(line)
+  values += [v for v in (*held, *(v for _, v in followed)) if v is not None]
   height = 300
   pad = 0.05 * (max(values) - min(values) or 1.0)
   x = _Axis(0, line.end, _LEFT, _INNER)
@@ -315,12 +316,18 @@ def _losses(line: Timeline, report: dict[str, Any]) -> str:
         f"<circle cx='{x(t)}' cy='{y(loss)}' r='4.5' class='f6'>"
         f"<title>held-out loss, {what}: {loss:.4f}</title></circle>"
       )
+  if followed:
+    points = " ".join(f"{x(t)},{y(loss)}" for t, loss in followed)
+    parts.append(
+      f"<polyline class='curve s6' points='{points}'><title>held-out loss of "
+      f"{len(followed)} snapshots</title></polyline>"
+    )
   key = [
     f"<span><svg viewBox='0 0 26 10' aria-hidden='true'><path d='M0 5H26' "
     f"class='curve s{n % _HUES}'{_dash(n)}/></svg> learner/{n}</span>"
     for n in curves
   ]
-  if any(v is not None for v in held):
+  if followed or any(v is not None for v in held):
     key.append(
       "<span><svg viewBox='0 0 26 10' aria-hidden='true'><circle cx='13' "
       "cy='5' r='4.5' class='f6'/></svg> held-out loss of the global "
@@ -331,6 +338,20 @@ def _losses(line: Timeline, report: dict[str, Any]) -> str:
     f"<figure>{drawing}<figcaption class='key'>{''.join(key)}"
     "</figcaption></figure>"
   )
+
+
+def _followed(line: Timeline) -> list[tuple[float, float]]:
+  """(t, held-out loss) of the snapshots that were followed, as of their saving.
+
+  What was evaluated later than that is drawn where it was saved.
+  """
+  saved = {e.get("path"): float(e["t"]) for e in line.of("checkpoint")}
+  curve = [
+    (min(saved.get(e.get("path"), float(e["t"])), line.end), float(e["loss"]))
+    for e in line.of("heldout")
+    if isinstance(e.get("loss"), int | float)
+  ]
+  return sorted(curve)
 
 
 def _lanes(line: Timeline) -> str:

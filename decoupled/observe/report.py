@@ -199,7 +199,10 @@ class Timeline:
 
   @property
   def end(self) -> float:
-    return float(self.events[-1]["t"]) if self.events else 0.0
+    """When the job's own last event was; who follows it may be later."""
+    own = [e for e in self.events[-64:] if e["kind"] != "heldout"]
+    last = (own or self.events)[-1:]
+    return float(last[0]["t"]) if last else 0.0
 
   # --- learners ----------------------------------------------------------
 
@@ -634,20 +637,43 @@ def _lost_rounds(line: Timeline) -> int:
 
 
 def _repeated(line: Timeline) -> list[Event]:
-  """The rounds that were closed under one term and again under a later one.
+  """The rounds that no later term went on from.
 
-  What a fenced syncer still closed after its successor had begun is of an
-  earlier term, too, and as lost.
+  A snapshot holds as many rounds as had been merged when it was cut, whatever
+  their numbers: with two open at a time the later one may be merged first. A
+  term that began without one had to close again what earlier ones had closed.
+  What a fenced syncer still closed after its successor had begun is as lost.
   """
-  begins: dict[int, int] = {}  # per term its first round
+  closed: dict[int, list[Event]] = {}  # per term, in the order of merging
   for r in line.counted:
-    begins[r["term"]] = min(r["round"], begins.get(r["term"], r["round"]))
-  return [
-    r
-    for r in line.counted
-    if any(
-      term > r["term"] and first <= r["round"] for term, first in begins.items()
-    )
+    closed.setdefault(r["term"], []).append(r)
+  restores = {
+    int(e["term"]): e
+    for e in line.of("checkpoint")
+    if e.get("what") == "restore" and "term" in e and "cut_by" in e
+  }
+  lost: dict[int, Event] = {}
+  for term in sorted({*closed, *restores}):
+    for before in [t for t in closed if t < term]:
+      rounds = closed[before]
+      if term in restores:
+        gone = _beyond(rounds, restores[term], restores.get(before))
+      else:
+        first = min(r["round"] for r in closed[term])
+        gone = [r for r in rounds if r["round"] >= first]
+      lost |= {id(r): r for r in gone}
+  return list(lost.values())
+
+
+def _beyond(
+  rounds: list[Event], restore: Event, base: Event | None
+) -> list[Event]:
+  """What a term had closed beyond a snapshot; `base` is what it restored."""
+  term, cut_by = rounds[0]["term"], int(restore["cut_by"])
+  if term != cut_by:
+    return rounds if term > cut_by else []
+  return rounds[
+    max(0, int(restore["round"]) - (base["round"] if base else 0)) :
   ]
 
 

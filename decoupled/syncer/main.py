@@ -118,6 +118,8 @@ def _run(
       error="",
       role="syncer",
       skipped=restored.skipped,
+      term=rounds.term,
+      cut_by=restored.value.term,
     )
     faults.reached("syncer.restored")
   if tape is not None:

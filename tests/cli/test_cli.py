@@ -32,6 +32,7 @@ FLAGS = {
     "seed",
     "resume",
     "http_port",
+    "tape",
   },
   "syncer": _CONFIG
   | {
@@ -47,6 +48,7 @@ FLAGS = {
     "tls_cert",
     "tls_key",
     "started_at",
+    "tape",
   },
   "learner": _CONFIG
   | {
@@ -65,7 +67,8 @@ FLAGS = {
     "started_at",
   },
   "evaluate": _CONFIG
-  | {"workdir", "store", "devices_per_host", "seed", "started_at"},
+  | {"workdir", "store", "devices_per_host", "seed", "started_at", "follow"},
+  "replay": {"workdir", "store"},
   "doctor": _CONFIG | {"workdir", "learners", "devices_per_host"},
   "config": _CONFIG | {"json"},
   "simulate": _CONFIG
@@ -108,7 +111,6 @@ LATER = {
   "chaos",
   "generate",
   "export",
-  "replay",
   "launch",
 }
 
@@ -187,6 +189,13 @@ def test_bad_arguments_are_one_line(arguments, words):
   for word in words:
     assert word in str(caught.value)
   assert "\n" not in str(caught.value)
+
+
+def test_a_store_may_be_the_url_of_a_local_folder():
+  for name in ("run", "syncer", "learner", "evaluate", "replay", "checkpoints"):
+    values, *_ = cli.parse(name, ["--store=file:///data/run"])
+    options = cli.COMMANDS[name].options(values, pathlib.Path("w"))
+    assert options.store == "/data/run"
 
 
 def test_rounds_have_a_default_unless_tokens_are_given():

@@ -89,6 +89,17 @@ def syncer_returns(made, old, store=None, outer=None):
   )
   if restored is not None:
     go_on(new, restored.value, outer or Outer())
+    made.events.emit(
+      "checkpoint",
+      what="restore",
+      round=restored.value.rounds,
+      path=restored.path,
+      ok=True,
+      error="",
+      role="syncer",
+      term=new.term,
+      cut_by=restored.value.term,
+    )
   made.rounds = made.network.rounds = new
   made.network._tick_at = np.inf
   for learner in made.learners.values():

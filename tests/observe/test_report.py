@@ -150,6 +150,43 @@ def test_rounds_lost_to_a_restart_of_the_syncer():
   assert wasted > 0
 
 
+def _restore(t, round, term, cut_by):
+  return {
+    "t": t, "kind": "checkpoint", "what": "restore", "round": round,
+    "path": "p", "ok": True, "error": "", "term": term, "cut_by": cut_by,
+  }  # fmt: skip
+
+
+def test_a_snapshot_holds_what_had_been_merged_whatever_its_number():
+  """Round 4 was merged before round 3: the snapshot of three rounds has it."""
+  events = [_start()]
+  merged = (1, 2, 4, 3, 5)
+  events += [round_event(n, i, i + 0.9, [0], [0]) for i, n in enumerate(merged)]
+  events.append(_restore(7.0, 3, 2, 1))
+  events += [
+    round_event(n, n + 9, n + 9.9, [0], [0], term=2) for n in range(4, 8)
+  ]
+  # 3 and 5 are lost; 4 was done twice and is not
+  lost = events[4:6]
+  built = report.build(events)
+  assert built["rounds"]["lost"] == 2
+  wasted = sum(e["share"] * sum(e["tokens"].values()) for e in lost)
+  assert built["discarded"] == {"rollback": round(wasted)}
+
+
+def test_a_term_that_saved_nothing_of_its_own_is_lost_as_a_whole():
+  events = [_start(), _restore(0.1, 100, 4, 3)]
+  events += [
+    round_event(n, n - 100, n - 99.1, [0], [0], term=4) for n in range(101, 111)
+  ]
+  events.append(_restore(12.0, 105, 5, 4))
+  events += [
+    round_event(n, n - 90, n - 89.1, [0], [0], term=5) for n in range(106, 109)
+  ]
+  events.append(_restore(30.0, 105, 6, 4))
+  assert report.build(events)["rounds"]["lost"] == 5 + 3
+
+
 def test_a_fenced_syncer_that_closes_one_more_round_has_lost_it():
   events = [_start()]
   events += [round_event(n, n, n + 0.9, [0], [0]) for n in range(1, 6)]
