@@ -26,7 +26,7 @@ demo: setup ## a job of three learners that loses one on the way
 	  --learners 3 --rounds 600 --chaos 'kill learner/1 @200r'
 
 test: setup ## the test suite
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -n auto --dist loadgroup $(PYTEST_FLAGS)
 
 lint: setup ## style: ruff
 	$(BIN)/ruff check .

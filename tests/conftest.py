@@ -1,6 +1,7 @@
 """Simulated CPU devices for every test: asked for here, before any backend."""
 
 import os
+from pathlib import Path
 
 # Tests compile many small programs once: optimising them costs more than it
 # saves. Before JAX is imported, or it is ignored silently.
@@ -9,6 +10,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_QUICK}".strip()
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 # How fast a machine is says nothing about whether a property holds.
 hypothesis.settings.register_profile(
@@ -28,3 +30,14 @@ def pytest_sessionstart() -> None:
     f"{jax.device_count()} CPU devices instead of {DEVICES}: something "
     "started the backend before tests/conftest.py"
   )
+
+
+# Tests that start jobs of many processes; one job at a time, whatever `-n` is.
+_JOBS = frozenset({"run", "matrix", "benchmarks", "examples"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  root = Path(__file__).parent
+  for item in items:
+    if item.path.relative_to(root).parts[0] in _JOBS:
+      item.add_marker(pytest.mark.xdist_group("jobs"))

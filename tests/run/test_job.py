@@ -1,78 +1,11 @@
-"""A whole job as real processes: a death, an end, a continuation, a stop."""
+"""Roles as real processes: what a cluster starts one by one."""
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
 
 from tests.run.processes import QUICK, Processes, decoupled, events, of, until
-
-
-@pytest.mark.slow
-def test_a_death_costs_one_learner_and_a_longer_run_continues(
-  tmp_path: Path,
-) -> None:
-  workdir = tmp_path / "job"
-  command = (
-    "run",
-    f"--workdir={workdir}",
-    "--learners=2",
-    "--devices_per_host=2",
-    "--chaos=kill learner/1 @40r",
-    *QUICK,
-  )
-
-  first = decoupled(*command, "--rounds=100")
-  assert first.returncode == 0, first.stderr
-  report = json.loads((workdir / "report.json").read_text())
-  assert report["status"] == "completed"
-  assert report["rounds"]["closed"] == 100
-  assert report["eval_loss"] < report["initial_loss"] - 1
-  incarnations = {x["id"]: x["incarnation"] for x in report["learners"]}
-  assert incarnations == {0: 1, 1: 2}
-  [failure] = report["failures"]
-  assert (failure["kind"], failure["target"]) == ("kill", "learner/1")
-  # the end waited for the restart that was owed
-  assert failure["first_step_s"] is not None
-  assert [s["id"] for s in failure["survivors"]] == [0]
-  assert (workdir / "report.html").read_text().startswith("<!doctype html>")
-  assert {p.name for p in (workdir / "logs").iterdir()} >= {
-    "syncer.log",
-    "learner-0.log",
-  }
-
-  again = decoupled(*command, "--rounds=100")
-  assert again.returncode == 0
-  assert "complete" in again.stdout + again.stderr
-
-  before = of("steps", [e for e in events(workdir) if e.get("learner") == 0])
-  longer = decoupled(*command, "--rounds=130")
-  assert longer.returncode == 0, longer.stderr
-  job = events(workdir)
-  # while it joins a learner reports no step, and none of the schedule
-  after = [
-    e
-    for e in of("steps", job)
-    if e["learner"] == 0 and e["incarnation"] == 2 and e["step"] > 0
-  ]
-  # step of the schedule and data position go on where they were
-  last, first_after = before[-1], after[0]
-  taken = first_after["step"]
-  assert first_after["schedule_step"] == last["schedule_step"] + taken
-  unit, offset = last["position"]
-  assert first_after["position"][0] * 256 + first_after["position"][1] == (
-    unit * 256 + offset + 8 * taken
-  )
-  assert first_after["loss"] < report["initial_loss"] - 1
-  rounds = [(e["term"], e["round"]) for e in of("round", job) if e["counted"]]
-  assert rounds[99:101] == [(1, 100), (2, 101)]
-
-  other = decoupled(*command, "--rounds=140", "Outer.momentum=0.5")
-  assert other.returncode != 0
-  assert "Outer.momentum" in other.stderr
-  assert "0.8" in other.stderr
-  assert "Traceback" not in other.stderr
 
 
 @pytest.mark.slow
