@@ -111,6 +111,31 @@ def test_a_learner_too_long_alone_pauses_and_says_so():
   assert learner.step > step + 20
 
 
+def test_a_learner_that_is_told_to_leave_does_not_sit_out_its_pause():
+  exchange = Exchange(H=8, P=8, max_unsynced_steps=20)
+  made = jobs.job(exchange, learners=2, rounds=100)
+  after(made, 30)
+  made.learners[1].wire.partition()
+  at, learner = made.clock.now(), made.learners[1]
+  made.run_until(lambda: made.clock.now() > at + 59)
+  link, asked = learner.link, []
+  link._leaving = lambda ending: asked.append(ending) or True
+  assert link.waits(learner.step)
+  link.boundary(learner.trainer.params, step=learner.step, tokens=1)
+  assert asked == [False]
+  assert not link.done
+
+
+def test_an_id_that_is_owed_goes_to_its_holder_alone():
+  made = jobs.job(H8, learners=2, rounds=60)
+  after(made, 20)
+  made.kill(1)
+  made.rounds.expect(made.clock.now(), 1, 15.0)
+  jobs.add(made, -1, 1.0)
+  made.run_until(lambda: 2 in made.rounds.membership.live)
+  assert 1 not in made.rounds.membership.live
+
+
 def test_a_sole_learner_that_dies_never_lends_fresh_parameters():
   made = jobs.job(H8, learners=2, rounds=100)
   after(made, 40)

@@ -112,6 +112,15 @@ def test_any_free_id_is_the_lowest_one():
   assert [m.learner_id for m in members.members()] == [0, 1, 2, 3, 4]
 
 
+def test_an_id_whose_holder_is_being_restarted_is_not_free():
+  members = Membership(LEASE_S, {})
+  anyone = Hello(learner_id=-1, holder="there:2", run_id="", tensors=())
+  members.claim(0.0, anyone, reserved={0, 2})
+  members.claim(0.0, anyone, reserved={0, 2})
+  assert sorted(members.live) == [1, 3]
+  claim(members, learner_id=2)  # it takes its own id whenever it is back
+
+
 def test_the_fenced_are_told_both_incarnations():
   members = Membership(LEASE_S, {})
   claim(members)

@@ -350,6 +350,34 @@ def test_a_drain_ends_without_those_who_never_adopt():
   assert now == began + 2 * Limits().drain_s
 
 
+def test_a_drain_has_as_long_as_it_is_given():
+  made, [hand] = training()
+  hand.report(1.0, 1)
+  made.drain(1.0, "stopped by SIGTERM", 6.0)
+  now = wait(hand, 1.0, lambda: made.phase is Phase.DRAINING)
+  assert now == 3.0
+  now = wait(hand, now, lambda: merged_all(made, now))
+  now = wait(hand, now, lambda: made.ended)
+  assert now <= 7.0
+
+
+def test_a_drain_under_way_can_be_shortened():
+  made, hand, now = draining()
+  made.drain(now, "stopped by SIGTERM", 6.0)
+  assert made.drain_why == "asked for"
+  now_ = wait(hand, now, lambda: merged_all(made, now))
+  now_ = wait(hand, now_, lambda: made.ended)
+  assert now_ <= now + 6.0
+
+
+def merged_all(made, now):
+  """Hands back whatever merge is due; whether the drain has none left."""
+  while (job := made.next_merge()) is not None:
+    job.run()
+    made.merged(now, job)
+  return not made._open
+
+
 def test_a_drain_ends_without_those_who_never_acknowledge():
   made, hand, began = draining()
   for _ in range(P):

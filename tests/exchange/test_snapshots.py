@@ -59,6 +59,18 @@ def saved_params(snapshot):
   }
 
 
+def test_a_save_that_hangs_is_not_waited_for_without_limit(tmp_path, caplog):
+  made = jobs.job(H8, learners=2, rounds=60)
+  works = []
+  snapshots = saving(made, tmp_path, works.append, every_rounds=20)
+  after(made, 20)
+  assert not snapshots.save(limit_s=0.01)  # version 0 is under way
+  assert "the state at round 20 is not saved" in caplog.text
+  works.pop()()
+  assert snapshots.save(limit_s=0.01)
+  assert numbers(tmp_path)[-1] == 20
+
+
 def test_what_is_saved_is_the_state_at_the_cut(tmp_path):
   """However late it is written, and whatever has been merged by then."""
   made = jobs.job(H8, learners=2, rounds=60)

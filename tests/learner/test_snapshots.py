@@ -116,6 +116,21 @@ def test_a_slow_disk_holds_up_no_step(tmp_path, sharding, monkeypatch):
   assert [e["round"] for e in loop.events.of("checkpoint")] == [104, 121]
 
 
+def test_a_save_that_hangs_is_not_waited_for_without_limit(
+  tmp_path, sharding, monkeypatch, caplog
+):
+  disk = threading.Event()
+  monkeypatch.setattr(
+    learner_store, "save_learner", lambda *_: disk.wait(LIMIT_S) and ""
+  )
+  loop = Loop(tmp_path, sharding, every_rounds=2)
+  loop.run(4)
+  assert not loop.snapshots.save(loop.done, limit_s=0.01)
+  assert "still under way after 0.0 s: the state at step 104 is" in caplog.text
+  disk.set()
+  assert loop.snapshots.finish(LIMIT_S)
+
+
 def test_a_failing_save_is_counted_and_the_next_one_comes(
   tmp_path, sharding, monkeypatch, caplog
 ):

@@ -1,5 +1,7 @@
-"""Roles as real processes: what a cluster starts one by one."""
+"""Roles as real processes: told to end, unreachable, a taken port."""
 
+import json
+import os
 import signal
 from pathlib import Path
 
@@ -9,57 +11,40 @@ from tests.run.processes import QUICK, Processes, decoupled, events, of, until
 
 
 @pytest.mark.slow
-def test_roles_by_hand_a_second_claimant_and_another_contract(
+def test_a_syncer_that_is_told_to_end_ends_the_job_in_order(
   tmp_path: Path, processes: Processes
 ) -> None:
-  """What a cluster does: roles started one by one with an address."""
-  syncer = processes.start(
-    "syncer",
-    f"--workdir={tmp_path / 'syncer'}",
-    "--bind=[::1]:0",
+  workdir = tmp_path / "job"
+  runner = processes.start(
+    "run",
+    f"--workdir={workdir}",
     "--learners=1",
+    "--devices_per_host=1",
     "--rounds=100000",
+    "Exchange.quorum=1",
+    "Limits.grace_s=30",
     *QUICK,
   )
-  address = tmp_path / "syncer" / "syncer.address"
-  until(address.exists, "the syncer's address")
-  where = address.read_text().strip()
-  assert where.startswith("[::1]:")
-  assert not where.endswith(":0")
-
-  def learner(name: str, *more: str) -> tuple[str, ...]:
-    return (
-      "learner",
-      f"--workdir={tmp_path / name}",
-      f"--syncer_address={where}",
-      "--learner_id=0",
-      f"--token_file={tmp_path / 'syncer' / 'run.token'}",
-      "--devices_per_host=1",
-      *QUICK,
-      *more,
-    )
-
-  first = processes.start(*learner("first"))
-  log = tmp_path / "syncer"
-  until(lambda: bool(of("round", events(log))), "the first round", 90)
-
-  second = decoupled(*learner("second"))
-  assert second.returncode == 1
-  assert "learner id 0 is held by" in second.stderr
-  assert f":{first.pid}" in second.stderr
-
-  other = decoupled(*learner("third"), "Optimizer.learning_rate=0.5")
-  assert other.returncode == 1
-  assert "Optimizer.learning_rate = 0.5" in other.stderr
-  assert "0.003" in other.stderr
-
-  first.send_signal(signal.SIGTERM)
-  until(lambda: first.poll() is not None, "the learner to leave")
-  assert first.returncode == 128 + signal.SIGTERM
-  assert of("leave", events(log))[-1]["why"] == "left"
-  syncer.send_signal(signal.SIGTERM)
-  until(lambda: syncer.poll() is not None, "the syncer to end")
-  assert syncer.returncode == 0, processes.said(syncer)
+  until(lambda: len(of("round", events(workdir))) > 5, "some rounds", 90)
+  lease = json.loads((workdir / "lease" / "000000001.json").read_text())
+  os.kill(int(lease["holder"].rpartition(":")[2]), signal.SIGTERM)
+  until(lambda: runner.poll() is not None, "the job to end", 90)
+  assert runner.returncode == 128 + signal.SIGTERM, processes.said(runner)
+  report = json.loads((workdir / "report.json").read_text())
+  assert report["status"] == "interrupted"
+  assert report["exit_reason"] == "the syncer was stopped by SIGTERM"
+  assert report["learners"][0]["exit_reason"] == "ended"
+  job = events(workdir)
+  [stopped] = of("stopped", job)
+  assert (stopped["role"], stopped["outcome"]) == ("syncer", "saved")
+  assert stopped["took_s"] < 30
+  assert [e["code"] for e in of("exit", job) if e["role"] == "learner/0"] == [0]
+  assert not of("restart", job)
+  # what was saved is what was merged last
+  saved = [e for e in of("checkpoint", job) if e["role"] == "syncer"]
+  counted = [e["round"] for e in of("round", job) if e["counted"]]
+  assert saved[-1]["ok"]
+  assert saved[-1]["round"] == max(counted)
 
 
 def test_an_unreachable_syncer_is_named_after_a_limit(tmp_path: Path) -> None:
