@@ -35,6 +35,13 @@ def test_a_death_costs_one_learner_and_a_longer_run_continues(
   assert (failure["kind"], failure["target"]) == ("kill", "learner/1")
   # the end waited for the restart that was owed
   assert failure["first_step_s"] is not None
+  # which had no checkpoint yet, and got the optimizer state of the other
+  assert failure["state_source"] == "donor"
+  back = of("ready", events(workdir))[-1]
+  assert (back["learner"], back["donor"]) == (1, 0)
+  assert back["age_steps"] is not None
+  [given] = of("donation", events(workdir))
+  assert (given["learner"], given["donor"], given["ok"]) == (1, 0, True)
   assert [s["id"] for s in failure["survivors"]] == [0]
   assert (workdir / "report.html").read_text().startswith("<!doctype html>")
   assert {p.name for p in (workdir / "logs").iterdir()} >= {

@@ -75,6 +75,10 @@ def test_syncer_and_learner_die_then_everything_and_the_run_goes_on(
   after = whole[len(before) :]
   restored = next(e for e in of("checkpoint", after) if e["what"] == "restore")
   assert restored["round"] >= newest
+  # nobody had trained yet who could give the first one anything
+  sources = [e["state_source"] for e in of("ready", after)]
+  assert sources[0] == "checkpoint"
+  assert set(sources) <= {"checkpoint", "donor"}
   third = [e for e in of("round", after) if e["counted"]]
   assert {e["term"] for e in third} == {3}
   assert third[0]["round"] == restored["round"] + 1
