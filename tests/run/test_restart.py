@@ -105,6 +105,12 @@ def _of_the_deaths(job: list[dict[str, Any]]) -> int:
   ]
   assert [len(found) for found in pids] == [1, 2]
   assert max(e["incarnation"] for e in joins if e["learner"] == 0) >= 2
+  # the one that died got the optimizer state of the other
+  back = [e for e in of("ready", job) if e["learner"] == 1][-1]
+  assert (back["state_source"], back["donor"]) == ("donor", 0)
+  assert back["age_steps"] is not None
+  given = of("donation", job)[-1]
+  assert (given["learner"], given["donor"], given["ok"]) == (1, 0, True)
   saved = [e for e in of("checkpoint", job) if e["what"] == "save"]
   assert all(e["ok"] for e in saved)
   assert {e["role"] for e in saved} == {"syncer", "learner/0", "learner/1"}
@@ -127,6 +133,10 @@ def _of_the_restart(
   assert [s["id"] for s in learner["survivors"]] == [0]
   restored = next(e for e in of("checkpoint", after) if e["what"] == "restore")
   assert restored["round"] >= newest
+  # nobody had trained yet who could give the first one anything
+  sources = [e["state_source"] for e in of("ready", after)]
+  assert sources[0] == "checkpoint"
+  assert set(sources) <= {"checkpoint", "donor"}
   third = [e for e in of("round", after) if e["counted"]]
   assert {e["term"] for e in third} == {3}
   assert third[0]["round"] == restored["round"] + 1
