@@ -728,7 +728,9 @@ class Link:
 
   def _failed(self, error: BaseException) -> None:
     """A background task failed; the loop goes on, the next try may not."""
-    if isinstance(error, DecoupledError):
+    if self._closing.is_set():  # the wire is closed under what is under way
+      _LOG.info("given up at the end: %s", error)
+    elif isinstance(error, DecoupledError):
       _LOG.info("%s", error)
     else:
       _LOG.exception("background task failed", exc_info=error)

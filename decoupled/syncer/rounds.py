@@ -321,6 +321,7 @@ class Rounds:
       hosts=member.hosts,
       holder=member.holder,
       previous=hello.previous,
+      term=self.term,
     )
     self._advance(now)
     self._changed()

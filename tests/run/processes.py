@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,16 @@ class Processes:
     self._all: list[subprocess.Popen[bytes]] = []
     self._logs: dict[int, Path] = {}
 
-  def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+  def start(
+    self, *arguments: str, env: Mapping[str, str] | None = None
+  ) -> subprocess.Popen[bytes]:
     log = self._folder / f"{len(self._all)}-{arguments[0]}.log"
     with log.open("wb") as out:
       process = subprocess.Popen(
         [sys.executable, "-m", "decoupled.cli", *arguments],
         stdout=out,
         stderr=subprocess.STDOUT,
-        env=environment(),
+        env={**environment(), **(env or {})},
       )
     self._all.append(process)
     self._logs[process.pid] = log
