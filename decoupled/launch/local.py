@@ -42,6 +42,7 @@ _TICK_S = 0.2
 _CHAOS_TICK_S = 0.02
 _EVALUATE_S = 600.0
 _MARGIN_S = 2.0  # beyond the grace time of a process that is told to end
+_LET_GO_S = 2.0
 # Beyond the drain itself: saving, and the syncer's own goodbyes.
 _SAVE_S = 60.0
 
@@ -127,6 +128,8 @@ class _Job:
     self._rounds_closed = standing.rounds
     self._draining = False
     self._was_draining = False
+    self._entered_a_phase = False
+    self._let_go_at_s = 0.0
     self._signal: signal.Signals | None = None
     self._told: signal.Signals | None = None  # the syncer, not this process
     self._proxies: dict[int, Proxy] = {}
@@ -250,13 +253,19 @@ class _Job:
       self._turn()
       if self._signal:
         return self._wind_down()
-      if not self._draining and self._nobody_left():
-        self._wind_down()
-        return "no learner is left: none runs, and no restart is owed"
+      if self._nobody_left():
+        if not self._draining:
+          self._wind_down()
+          return "no learner is left: none runs, and no restart is owed"
+        self._let_go()
     status = self._supervisor.finished("syncer")
     if status and termination.told(status):
       self._told = termination.signal_of(status)
       return self._see_off()
+    if not self._entered_a_phase:
+      # all was done before: nobody will tell the learners to leave
+      limit_s = self._config.limits.grace_s + _MARGIN_S
+      self._supervisor.stop(limit_s, signal.SIGTERM)
     if status:
       self._see_off()
       return f"the syncer ended with status {status}, and is not restarted"
@@ -302,6 +311,7 @@ class _Job:
       elif event["kind"] == "round":
         self._rounds_closed = max(self._rounds_closed, int(event["round"]))
       elif event["kind"] == "phase":
+        self._entered_a_phase = True
         self._draining = event["phase"] in ("draining", "ended")
         self._supervisor.ready("syncer")
         self._told_owed = frozenset()  # it may be a new one, which knows none
@@ -319,21 +329,44 @@ class _Job:
 
   def _expect(self, learner: int) -> None:
     """On a thread of its own: a syncer that hangs must not stop the runner."""
+    limit_s = self._config.limits.restart_s
+    error = self._ask(lambda syncer: syncer.expect(learner, limit_s))
+    if error:
+      _LOG.warning("the run may end without learner %d: %s", learner, error)
+
+  def _let_go(self) -> None:
+    """Tells a syncer that came back in the drain that nobody else will."""
+    now_s = time.monotonic()
+    if now_s - self._let_go_at_s < _LET_GO_S:
+      return
+    self._let_go_at_s = now_s
+    threading.Thread(
+      target=self._ask,
+      args=(lambda syncer: syncer.drain("every learner has left"),),
+      daemon=True,
+    ).start()
+
+  def _ask(self, call: Callable[[AdminClient], object]) -> str:
+    """Calls the syncer; "" or why that failed. Not for the runner's thread."""
     address = self._syncer()
     if address is None:
-      return
+      return "no syncer has published its address"
     token = credentials.read_token(self._workdir.token)
     try:
       with AdminClient(Address(*address), token) as syncer:
-        syncer.expect(learner, self._config.limits.restart_s)
+        call(syncer)
     except DecoupledError as error:
-      _LOG.warning("the run may end without learner %d: %s", learner, error)
+      return str(error)
+    return ""
 
   _told_owed: frozenset[str] = frozenset()
 
   def _nobody_left(self) -> bool:
+    owed = self._supervisor.owed()
+    if self._draining:  # but for the syncer nobody is started again
+      owed.pop("syncer", None)
     learners = [r for r in self._supervisor.running() if r != "syncer"]
-    return not learners and not self._supervisor.owed()
+    return not learners and not owed
 
   # ---- ending ----------------------------------------------------------------
 

@@ -77,10 +77,11 @@ def _run(
   metrics = Metrics(options.workdir / "metrics" / "syncer")
   restored = _newest(store, options)
   snapshot = restored.value if restored else None
-  if snapshot is not None and 0 < options.rounds <= snapshot.rounds:
-    print(f"complete: {snapshot.rounds} rounds are in {store}")
-    return 0
+  complete = snapshot is not None and 0 < options.rounds <= snapshot.rounds
   if snapshot is not None:
+    if complete and (lease.before is None or lease.before.released):
+      print(f"complete: {snapshot.rounds} rounds are in {store}")
+      return 0
     lease.rise_above(snapshot.term)
   sinks = Tee(log, RoundMetrics(metrics))
   tape = None
@@ -109,6 +110,9 @@ def _run(
   lease.serve(rounds.run_id)
   if restored is not None:
     go_on(rounds, restored.value, config.outer)
+    if complete:  # it died in the drain: learners wait for the end of the run
+      for learner in restored.value.learners:
+        rounds.expect(clock.now(), learner, config.limits.restart_s)
     log.emit(
       "checkpoint",
       what="restore",

@@ -11,7 +11,7 @@ from decoupled.algorithm import outer
 from decoupled.algorithm.policy import Exchange
 from decoupled.checkpoint import arrays, commit, syncer_store
 from decoupled.observe import report
-from decoupled.types import Version
+from decoupled.types import Phase, Version
 from tests.exchange import jobs, toy
 from tests.exchange.outages import (
   Timed,
@@ -309,6 +309,30 @@ def test_learners_paused_for_want_of_a_syncer_go_on_with_its_successor(
   jobs.check_ended(made)
   for i, x in made.learners.items():
     assert x.step > paused[i] + 20
+
+
+def test_a_syncer_that_died_in_the_drain_ends_the_run_for_its_learners(
+  tmp_path,
+):
+  """Its snapshot holds every round asked for; they wait for the end."""
+  made = jobs.job(H8, learners=3, rounds=40)
+  saving(made, tmp_path, every_rounds=10)
+  made.run_until(lambda: made.rounds.phase is Phase.DRAINING)
+  old = syncer_dies(made)
+  later(made, 3.0)
+  steps = {i: x.step for i, x in made.learners.items()}
+  restored = syncer_returns(made, old, tmp_path)
+  assert restored.number == 40
+  for learner in restored.value.learners:
+    made.rounds.expect(made.clock.now(), learner, 60.0)
+  at = made.clock.now()
+  made.run(1000)
+  assert made.clock.now() < at + 20
+  jobs.check_ended(made)
+  for i, learner in made.learners.items():
+    assert not learner.link._over  # it was there, and holds the last versions
+    assert learner.step <= steps[i] + 4
+  assert jobs.counted(made)[-1]["round"] == 40
 
 
 def test_everything_dies_and_the_same_again_continues(tmp_path):
