@@ -127,6 +127,7 @@ class _Job:
     self._rounds_closed = standing.rounds
     self._draining = False
     self._was_draining = False
+    self._why = ""
     self._signal: signal.Signals | None = None
     self._proxies: dict[int, Proxy] = {}
     self._reader = EventReader(workdir.events)
@@ -297,6 +298,7 @@ class _Job:
         self._rounds_closed = max(self._rounds_closed, int(event["round"]))
       elif event["kind"] == "phase":
         self._draining = event["phase"] in ("draining", "ended")
+        self._why = str(event["why"])
         self._supervisor.ready("syncer")
         self._told_owed = frozenset()  # it may be a new one, which knows none
 
@@ -388,6 +390,8 @@ class _Job:
   def _report(self, status: str, reason: str) -> int:
     if self._signal and status == "interrupted":
       reason = f"stopped by {self._signal.name}"
+    elif status == "completed":
+      reason = reason or self._why
     self._events.emit("end", status=status, reason=reason)
     self._events.close()
     self._progress.close()

@@ -23,7 +23,8 @@ from decoupled.checkpoint import learner_store
 from decoupled.clock import MonotonicClock
 from decoupled.config import Config, contract_lines
 from decoupled.data import corpus as corpus_lib
-from decoupled.data.pipeline import Batches, Position, batch_spec
+from decoupled.data.claimed import ClaimedBatches, Claims
+from decoupled.data.pipeline import Order, batch_spec
 from decoupled.launch import address, affinity
 from decoupled.launch.options import LearnerOptions
 from decoupled.learner import allocator, compile_cache, loop
@@ -81,7 +82,14 @@ def run(config: Config, options: LearnerOptions) -> int:
   init = steps.make_init(task, optimizer, mesh)
   state = init(np.uint32(options.seed))
   state, restored = _restore(options, specs, state)
-  link = _link(config, options, state.params, task, text.digest)
+  order = Order(
+    len(text.train),
+    config.corpus.context,
+    seed=options.seed,
+    unit_windows=config.corpus.unit_windows,
+  )
+  claims = Claims(order.unit_windows, config.batch.sequences)
+  link = _link(config, options, state.params, task, claims, order, text.digest)
   welcome = link.join(state.params)
   state = state._replace(params=link.begin(state.params))
   if restored and restored.get("run_id", welcome.run_id) != welcome.run_id:
@@ -106,14 +114,18 @@ def run(config: Config, options: LearnerOptions) -> int:
     MonotonicClock(),
   )
   meta = restored or {}
-  # after a death of both the syncer's snapshot may know an older place
-  unit, offset = meta.get("position", (0, 0))
-  position = max(welcome.position, (unit, offset))
-  batches = _batches(config, options, text.train, welcome.learner_id, position)
+  batches = ClaimedBatches(
+    text.train,
+    order,
+    claims,
+    config.batch.sequences,
+    learner=welcome.learner_id,
+    position=welcome.position,
+  )
   done = loop.Trained(
     state=state,
     schedule_step=max(link.common_step, meta.get("schedule_step", 0)),
-    position=position,
+    position=welcome.position,
   )
   _say_ready(options, link, restored is not None, compiles)
   affinity.release()
@@ -195,6 +207,8 @@ def _link(
   options: LearnerOptions,
   params: Any,
   task: LanguageModel,
+  claims: Claims,
+  order: Order,
   digest: str,
 ) -> Link:
   limit_s = config.limits.connect_s
@@ -210,6 +224,7 @@ def _link(
     contract=(
       *contract_lines(config),
       ("Corpus.digest", digest),
+      ("Corpus.units", str(order.units)),
       ("run.seed", str(options.seed)),
     ),
   )
@@ -224,25 +239,7 @@ def _link(
   patience = Patience(
     join_s=limits.start_s + limits.connect_s, end_s=4 * limits.drain_s
   )
-  return Link(wire, params, hello, patience=patience)
-
-
-def _batches(
-  config: Config,
-  options: LearnerOptions,
-  text: Any,
-  learner_id: int,
-  position: Position,
-) -> Batches:
-  return Batches(
-    text,
-    config.corpus.context,
-    config.batch.sequences,
-    seed=options.seed,
-    learner=learner_id % options.learners,
-    learners=options.learners,
-    position=position,
-  )
+  return Link(wire, params, hello, patience=patience, claims=claims)
 
 
 def _train(
@@ -252,7 +249,7 @@ def _train(
   done: loop.Trained,
   saved: Snapshots,
   train_step: steps.TrainStep,
-  batches: Batches,
+  batches: ClaimedBatches,
   mesh: jax.sharding.Mesh,
   task: LanguageModel,
   stopping: threading.Event,
