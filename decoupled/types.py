@@ -138,6 +138,20 @@ class CopyHeader:
   total_tokens: int
 
 
+class Claim(NamedTuple):
+  """A unit of the corpus in a learner's hands (design section 5).
+
+  Attributes:
+    place: of the unit in the endless sequence of epochs.
+    offset: how many of its sequences were trained on.
+    done: all of them were.
+  """
+
+  place: int
+  offset: int = 0
+  done: bool = False
+
+
 class Stage(enum.StrEnum):
   """What a learner is doing; named in messages about who is missing."""
 
@@ -165,6 +179,11 @@ class Report:
     sent_at_s: its own monotonic clock.
     step_ends_s: when steps finished since the last report, on that clock.
     loss: last training loss read (NaN: none yet).
+    claims: the units it holds, and those it finished and still has listed.
+    wants: how many unfinished units it would like to hold.
+    unclaimed: units begun without a claim, for want of a syncer.
+    tokens_before: tokens of this process before this incarnation.
+    tokens_alone: those of them that no earlier report told of.
   """
 
   learner_id: int
@@ -180,6 +199,11 @@ class Report:
   sent_at_s: float = 0.0
   step_ends_s: tuple[float, ...] = ()
   loss: float = float("nan")
+  claims: tuple[Claim, ...] = ()
+  wants: int = 0
+  unclaimed: int = 0
+  tokens_before: int = 0
+  tokens_alone: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +251,9 @@ class Announcement:
     common_step: the run's step of the learning-rate schedule (design 4.10).
     note: what the syncer is waiting for, in a sentence ("" = nothing).
     donate: request to give its optimizer state to a joiner, 0 for none.
+    claims: the units that it holds, and none but these; None: the syncer has
+      not yet heard what this incarnation holds.
+    data_ended: no unit is left that anybody could claim.
   """
 
   term: int
@@ -242,6 +269,8 @@ class Announcement:
   common_step: int = 0
   note: str = ""
   donate: int = 0
+  claims: tuple[Claim, ...] | None = None
+  data_ended: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

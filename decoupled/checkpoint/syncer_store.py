@@ -8,7 +8,7 @@ at the start is measured on it.
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -81,6 +81,7 @@ class GlobalSnapshot:
     fragments: per fragment its float32 arrays, in the order of its units.
     outer: per fragment the arrays of its outer state.
     learners: per learner id its place.
+    units: state of the ledger, in JSON's terms; None in older snapshots.
   """
 
   run_id: str
@@ -94,6 +95,7 @@ class GlobalSnapshot:
   fragments: tuple[Arrays, ...]
   outer: tuple[Arrays, ...]
   learners: dict[int, LearnerPlace] = dataclasses.field(default_factory=dict)
+  units: Mapping[str, Any] | None = None
 
   @property
   def is_version0(self) -> bool:
@@ -277,6 +279,7 @@ def _read(folder: epath.Path) -> GlobalSnapshot:
       )
       for key, place in said["learners"].items()
     },
+    units=said.get("units"),
   )
 
 
@@ -301,6 +304,7 @@ def _to_json(state: GlobalSnapshot) -> dict[str, Any]:
       str(key): dataclasses.asdict(place)
       for key, place in state.learners.items()
     },
+    "units": state.units,
     "arrays": {
       "fragment": [len(arrays) for arrays in state.fragments],
       "outer": [len(arrays) for arrays in state.outer],

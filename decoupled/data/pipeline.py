@@ -4,18 +4,20 @@ The corpus is cut into windows of `context` bytes (plus the next one as the
 last target), the windows into *units*: unit u of U holds windows u, u + U,
 u + 2U, ..., so that every unit is a sample of the whole corpus and units share
 nothing. Each epoch shifts all windows by a few bytes and shuffles the units;
-within a unit the windows are shuffled. Learner m of M takes the units at
-places m, m + M, m + 2M, ... of the endless sequence of epochs.
+within a unit the windows are shuffled. A unit is named by its *place* in the
+endless sequence of epochs; the learners of a run claim places from the syncer
+(`claimed`).
 
-Row r of a learner is therefore a function of (seed, learner, learners, r), and
-its position (r // unit_windows, r % unit_windows) is all there is to save.
+Without one (`Batches`) learner m of M takes the places m, m + M, m + 2M, ...
+Row r of it is then a function of (seed, learner, learners, r), and its position
+(r // unit_windows, r % unit_windows) is all there is to save.
 """
 
 import functools
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import grain
 import jax
@@ -167,8 +169,104 @@ class Steps:
     return Item(rows, self._order.position(first + self._sequences))
 
 
-class Batches:
-  """Endless batches of one learner, read ahead by a thread of their own.
+class ReadAhead:
+  """Batches of one learner, read ahead by a thread of their own.
+
+  Args:
+    who: whose they are, for messages.
+    position: (unit, offset) before the first one.
+    prefetch: batches held ready.
+    stall_s: longest wait for a batch.
+  """
+
+  def __init__(
+    self, who: str, position: Position, prefetch: int, stall_s: float
+  ):
+    self._position = position
+    self._who = who
+    self._stall_s = stall_s
+    self._ready: queue.Queue[Item | Exception | None] = queue.Queue(prefetch)
+    self._closed = threading.Event()
+    self._thread = threading.Thread(target=self._load, name="data", daemon=True)
+
+  def _items(self) -> Iterator[Item | None]:
+    """What to hand out, in order; None where the data is at its end."""
+    raise NotImplementedError
+
+  @property
+  def position(self) -> Position:
+    """(unit, offset) after the last batch handed out."""
+    return self._position
+
+  @property
+  def exhausted(self) -> bool:
+    """Whether the data is at its end."""
+    return False
+
+  def __iter__(self) -> Iterator[Item | None]:
+    return self
+
+  def __next__(self) -> Item | None:
+    """The next batch; waits at most `stall_s`.
+
+    Returns:
+      None where the data is at its end, for now at least.
+
+    Raises:
+      DecoupledError: the loader stalled or failed.
+    """
+    if self._closed.is_set():
+      raise StopIteration
+    try:
+      item = self._ready.get(timeout=self._stall_s)
+    except queue.Empty:
+      raise DecoupledError(
+        f"data: no batch for {self._who} within {self._stall_s:g} s, after "
+        f"(unit, offset) = {self._position}: the loader has stalled"
+      ) from None
+    if isinstance(item, Exception):
+      self.close()
+      raise DecoupledError(
+        f"data: the loader of {self._who} failed after (unit, offset) = "
+        f"{self._position}: {item}"
+      ) from item
+    if item is not None:
+      self._position = item.position
+    return item
+
+  def close(self) -> None:
+    """Stops the thread; the iteration then ends."""
+    self._closed.set()
+    if threading.current_thread() is not self._thread:
+      self._thread.join(timeout=5.0)
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def _load(self) -> None:
+    try:
+      for item in self._items():
+        if not self._hand_over(item):
+          return
+    except Exception as error:  # raised again where it is waited for
+      self._hand_over(error)
+
+  def _hand_over(self, item: Item | Exception | None) -> bool:
+    """Waits for room; False once closed."""
+    while not self._closed.is_set():
+      try:
+        self._ready.put(item, timeout=_POLL_S)
+      except queue.Full:
+        continue
+      return True
+    return False
+
+
+class Batches(ReadAhead):
+  """Endless batches of one learner of a fixed number, without a syncer.
 
   Iterating yields (rows, position after them); a new object at that position
   yields exactly the rows that would have followed.
@@ -207,6 +305,7 @@ class Batches:
     prefetch: int = 4,
     stall_s: float = 60.0,
   ):
+    super().__init__(f"learner {learner}", position, prefetch, stall_s)
     self.order = Order(
       len(text),
       context,
@@ -215,79 +314,15 @@ class Batches:
       learners=learners,
       unit_windows=unit_windows,
     )
-    self._position = position
     steps = Steps(
       text, self.order, self.order.row(position), sequences, host, hosts
     )
     self._dataset = grain.MapDataset.source(steps)
-    self._who = f"learner {learner}"
-    self._stall_s = stall_s
-    self._ready: queue.Queue[Item | Exception] = queue.Queue(prefetch)
-    self._closed = threading.Event()
-    self._thread = threading.Thread(target=self._load, name="data", daemon=True)
     self._thread.start()
 
-  @property
-  def position(self) -> Position:
-    """(unit, offset) after the last batch handed out."""
-    return self._position
-
-  def __iter__(self) -> Iterator[Item]:
-    return self
-
-  def __next__(self) -> Item:
-    """The next batch; waits at most `stall_s`.
-
-    Raises:
-      DecoupledError: the loader stalled or failed.
-    """
-    if self._closed.is_set():
-      raise StopIteration
-    try:
-      item = self._ready.get(timeout=self._stall_s)
-    except queue.Empty:
-      raise DecoupledError(
-        f"data: no batch for {self._who} within {self._stall_s:g} s, after "
-        f"(unit, offset) = {self._position}: the loader has stalled"
-      ) from None
-    if isinstance(item, Exception):
-      self.close()
-      raise DecoupledError(
-        f"data: the loader of {self._who} failed after (unit, offset) = "
-        f"{self._position}: {item}"
-      ) from item
-    self._position = item.position
-    return item
-
-  def close(self) -> None:
-    """Stops the thread; the iteration then ends."""
-    self._closed.set()
-    if threading.current_thread() is not self._thread:
-      self._thread.join(timeout=5.0)
-
-  def __enter__(self) -> "Batches":
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def _load(self) -> None:
-    try:
-      for step in range(_ENDLESS):
-        if not self._hand_over(self._dataset[step]):
-          return
-    except Exception as error:  # raised again where it is waited for
-      self._hand_over(error)
-
-  def _hand_over(self, item: Item | Exception) -> bool:
-    """Waits for room; False once closed."""
-    while not self._closed.is_set():
-      try:
-        self._ready.put(item, timeout=_POLL_S)
-      except queue.Full:
-        continue
-      return True
-    return False
+  def _items(self) -> Iterator[Item]:
+    for step in range(_ENDLESS):
+      yield self._dataset[step]
 
 
 def batch_spec(context: int, sequences: int) -> jax.ShapeDtypeStruct:

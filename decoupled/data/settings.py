@@ -24,6 +24,8 @@ class Corpus:
       file by file, the same way everywhere.
     unit_windows: sequences in a unit, the piece of the corpus that a learner
       claims.
+    epochs: how often the run goes through the corpus; it then ends. 0: as
+      often as it likes.
   """
 
   path: str = ""
@@ -34,12 +36,17 @@ class Corpus:
   tokenizer: str = "bytes"
   max_bytes: int = 16 << 20
   unit_windows: int = 256
+  epochs: int = 0
 
   def __post_init__(self) -> None:
     for name in ("context", "max_bytes", "unit_windows"):
       value = getattr(self, name)
       if value < 1:
         raise ConfigError(f"Corpus.{name} = {value} must be at least 1")
+    if self.epochs < 0:
+      raise ConfigError(
+        f"Corpus.epochs = {self.epochs} must be at least 0 (0 = no end)"
+      )
     if not 0 < self.heldout_share < 1:
       raise ConfigError(
         f"Corpus.heldout_share = {self.heldout_share} must lie between 0 and 1"

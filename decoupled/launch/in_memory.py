@@ -17,6 +17,7 @@ from decoupled.clock import ManualClock
 from decoupled.errors import DecoupledError
 from decoupled.launch.memory import Fault, MemoryNetwork, MemoryWire
 from decoupled.link import tree, workers
+from decoupled.link.claims import DataClaims
 from decoupled.link.link import Link
 from decoupled.link.wire import LearnerWire
 from decoupled.syncer.rounds import Plan, Rounds, TapeLike
@@ -40,6 +41,20 @@ class Trainer(Protocol):
     Returns:
       (tokens, loss).
     """
+    ...
+
+
+class Data(DataClaims, Protocol):
+  """Units that a trainer claims, and how far it is with them."""
+
+  @property
+  def position(self) -> tuple[int, int]:
+    """(unit, offset) after the last step."""
+    ...
+
+  @property
+  def exhausted(self) -> bool:
+    """Whether there is nothing to train on."""
     ...
 
 
@@ -70,11 +85,13 @@ class SimulatedLearner:
     tokens: tokens of this process.
     schedule_step: step of the learning-rate schedule.
     losses: loss of each step.
+    data: units that it claims, if it does.
   """
 
   learner_id: int
   trainer: Trainer
   step_s: Callable[[int], float]
+  data: Data | None = None
   link: Link | None = None
   wire: MemoryWire | None = None
   step: int = 0
@@ -100,6 +117,8 @@ class InMemoryJob:
     fault: what happens to messages.
     latency_s, transfer_s, merge_s: of the network.
     tape: recorder of contributions.
+    tokens: tokens after which it drains.
+    contract: further lines of the contract.
   """
 
   def __init__(
@@ -117,6 +136,7 @@ class InMemoryJob:
     merge_s: float = 1e-3,
     tape: TapeLike | None = None,
     tokens: int = 0,
+    contract: tuple[tuple[str, str], ...] = (),
   ):
     self.clock = ManualClock()
     self.events = events or Recorder()
@@ -125,7 +145,7 @@ class InMemoryJob:
       learners=learners,
       rounds=rounds,
       tokens=tokens,
-      contract=exchange_lines(exchange),
+      contract=(*exchange_lines(exchange), *contract),
     )
     self.rounds = Rounds(
       plan,
@@ -161,10 +181,11 @@ class InMemoryJob:
     stacked: tuple[str, ...] = (),
     tensors: tuple[TensorSpec, ...] = (),
     delay_s: float = 0.0,
+    data: Data | None = None,
   ) -> SimulatedLearner:
     """A learner that joins `delay_s` from now and trains until the end."""
     pace = step_s if callable(step_s) else (lambda _step: float(step_s))
-    learner = SimulatedLearner(learner_id, trainer, pace)
+    learner = SimulatedLearner(learner_id, trainer, pace, data)
     if not tensors:
       tensors = tree.tensor_specs(trainer.params, roles, stacked)
     before = self.learners.get(learner_id)
@@ -237,7 +258,12 @@ class InMemoryJob:
       return work
 
     learner.link = Link(
-      wire, learner.trainer.params, hello, clock=self.clock, worker=inline
+      wire,
+      learner.trainer.params,
+      hello,
+      clock=self.clock,
+      worker=inline,
+      claims=learner.data,
     )
     learner.link.join(learner.trainer.params)
 
@@ -263,7 +289,7 @@ class InMemoryJob:
     else:
       ready = not self._visit(learner, leaves)
     self._put(learner, leaves)
-    if ready:
+    if ready and not self._idle(learner):
       self._adopt_step(learner)
       self._next_step(learner)
     elif self.clock.now() >= learner.look_at:
@@ -301,10 +327,13 @@ class InMemoryJob:
     stop = self._visit(learner, leaves)
     self._put(learner, leaves)
     self._adopt_step(learner)
-    if stop or link.waits(learner.step):
+    if stop or link.waits(learner.step) or self._idle(learner):
       learner.stepping = False
       return
     self._next_step(learner)
+
+  def _idle(self, learner: SimulatedLearner) -> bool:
+    return learner.data is not None and learner.data.exhausted
 
   def _visit(self, learner: SimulatedLearner, leaves: list[jax.Array]) -> bool:
     link = learner.link
@@ -315,7 +344,7 @@ class InMemoryJob:
       learner.step,
       learner.tokens,
       learner.schedule_step,
-      (0, learner.step),
+      learner.data.position if learner.data else (0, learner.step),
       loss,
     )
     return stop or link.waits(learner.step)

@@ -130,6 +130,7 @@ class _Job:
     self._was_draining = False
     self._entered_a_phase = False
     self._let_go_at_s = 0.0
+    self._why = ""
     self._signal: signal.Signals | None = None
     self._told: signal.Signals | None = None  # the syncer, not this process
     self._proxies: dict[int, Proxy] = {}
@@ -313,6 +314,7 @@ class _Job:
       elif event["kind"] == "phase":
         self._entered_a_phase = True
         self._draining = event["phase"] in ("draining", "ended")
+        self._why = str(event["why"])
         self._supervisor.ready("syncer")
         self._told_owed = frozenset()  # it may be a new one, which knows none
 
@@ -432,6 +434,8 @@ class _Job:
         if self._signal
         else f"the syncer was stopped by {(self._told or signal.SIGTERM).name}"
       )
+    elif status == "completed":
+      reason = reason or self._why
     self._events.emit("end", status=status, reason=reason)
     self._events.close()
     self._progress.close()

@@ -93,7 +93,7 @@ def adopt(
 
 
 # Lines that a learner adds from what it has, not from its configuration.
-_ADDED = frozenset({"Corpus.digest"})
+_ADDED = frozenset({"Corpus.digest", "Corpus.units"})
 
 
 def _parsed(name: str, text: str) -> Any:

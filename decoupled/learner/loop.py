@@ -14,7 +14,7 @@ Losses are read one step late, by another thread.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -42,6 +42,14 @@ class FullSpeed:
 
 
 _FULL_SPEED = FullSpeed()
+
+
+class Source(Protocol):
+  """Where batches come from (`data.pipeline.ReadAhead`)."""
+
+  @property
+  def exhausted(self) -> bool: ...
+  def __next__(self) -> Item | None: ...
 
 
 @dataclasses.dataclass
@@ -73,7 +81,7 @@ def train(
   link: Link,
   done: Trained,
   train_step: TrainStep,
-  batches: Iterator[Item],
+  batches: Source,
   mesh: jax.sharding.Mesh,
   pace: Pace,
   *,
@@ -90,7 +98,7 @@ def train(
     link: has begun; says when the run is over.
     done: where to start from.
     train_step: the compiled inner step.
-    batches: yields (rows, position after them).
+    batches: yields (rows, position after them); None at the end of the data.
     mesh: where batches live.
     pace: watches steps finish.
     tokens_per_step: of this learner.
@@ -108,11 +116,16 @@ def train(
     return placed
 
   learner = scalar(learner_id)
-  rows, position = next(batches)
-  batch = put_batch(rows, mesh)
+  item = next(batches)
+  batch = put_batch(item.rows, mesh) if item else None
   began = time.monotonic()
   with jax.transfer_guard("disallow"):
     while not (link.done or stopping()):
+      if item is None:
+        item = _without_data(link, done, batches, stopping)
+        batch = put_batch(item.rows, mesh) if item else None
+        began = time.monotonic()
+        continue
       done.state, metrics = train_step(
         done.state,
         batch,
@@ -122,10 +135,10 @@ def train(
       )
       done.step += 1
       done.tokens += tokens_per_step
-      done.position = position
+      done.position = item.position
       pace.dispatched(done.step, metrics)
-      rows, position = next(batches)
-      batch = put_batch(rows, mesh)
+      item = next(batches)
+      batch = put_batch(item.rows, mesh) if item else None
       time.sleep(pad())
       pace.wait(done.step)
       if slow.factor > 1.0:
@@ -151,3 +164,24 @@ def train(
       after_step(done)
   if done.step:
     done.loss = pace.finish(done.step).loss
+
+
+def _without_data(
+  link: Link, done: Trained, batches: Source, stopping: Callable[[], bool]
+) -> Item | None:
+  """Visits boundaries without steps: others may still need this learner.
+
+  Returns:
+    The next batch, should there be one after all: of a unit whose holder died.
+  """
+  params = link.boundary(
+    done.state.params,
+    step=done.step,
+    tokens=done.tokens,
+    schedule_step=done.schedule_step,
+    position=done.position,
+    loss=done.loss,
+    idle=lambda: batches.exhausted and not stopping(),
+  )
+  done.state = done.state._replace(params=params)
+  return None if link.done or batches.exhausted else next(batches)

@@ -20,7 +20,8 @@ from decoupled.checkpoint import learner_store
 from decoupled.clock import MonotonicClock
 from decoupled.config import Config
 from decoupled.data import corpus as corpus_lib
-from decoupled.data.pipeline import Batches, Position, batch_spec
+from decoupled.data.claimed import ClaimedBatches, Claims
+from decoupled.data.pipeline import Order, batch_spec
 from decoupled.launch import affinity, folders
 from decoupled.launch.options import LearnerOptions
 from decoupled.launch.termination import Termination
@@ -103,7 +104,17 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
   phases.mark("compiled")
   wire = wire or joining.dial(config, options)
   end.goodbye = wire.leave
-  link = _link(config, options, wire, state.params, task, text.digest, end)
+  order = Order(
+    len(text.train),
+    config.corpus.context,
+    seed=seed,
+    unit_windows=config.corpus.unit_windows,
+  )
+  claims = Claims(order.unit_windows, config.batch.sequences)
+  link = _link(
+    *(config, options, wire, state.params, task),
+    *(claims, order, text.digest, end),
+  )
   welcome = link.join(state.params)
   end.role = f"learner/{welcome.learner_id}"
   phases.mark("joined")
@@ -127,14 +138,18 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
   donor = Donor(
     link, welcome.learner_id, wire.give_state, copies, specs.opt_state
   )
-  # after a death of both the syncer's snapshot may know an older place
-  unit, offset = origin.saved.get("position", (0, 0))
-  position = max(welcome.position, (unit, offset))
-  batches = _batches(config, options, text.train, welcome.learner_id, position)
+  batches = ClaimedBatches(
+    text.train,
+    order,
+    claims,
+    config.batch.sequences,
+    learner=welcome.learner_id,
+    position=welcome.position,
+  )
   done = loop.Trained(
     state=state,
     schedule_step=max(link.common_step, origin.saved.get("schedule_step", 0)),
-    position=position,
+    position=welcome.position,
   )
   _say_ready(options, link, origin, phases, compiles)
   affinity.release()
@@ -204,6 +219,8 @@ def _link(
   wire: client.GrpcLearnerWire,
   params: Any,
   task: LanguageModel,
+  claims: Claims,
+  order: Order,
   digest: str,
   end: Termination,
 ) -> Link:
@@ -213,7 +230,9 @@ def _link(
     run_id="",
     tensors=task.tensor_specs(),
     contract=joining.agreed(
-      config, options.seed or 0, [("Corpus.digest", digest)]
+      config,
+      options.seed or 0,
+      [("Corpus.digest", digest), ("Corpus.units", str(order.units))],
     ),
     gives_state=True,
   )
@@ -226,24 +245,8 @@ def _link(
   patience = Patience(
     join_s=limits.start_s + limits.connect_s, end_s=4 * limits.drain_s
   )
-  return Link(wire, params, hello, patience=patience, leaving=leaving)
-
-
-def _batches(
-  config: Config,
-  options: LearnerOptions,
-  text: Any,
-  learner_id: int,
-  position: Position,
-) -> Batches:
-  return Batches(
-    text,
-    config.corpus.context,
-    config.batch.sequences,
-    seed=options.seed or 0,
-    learner=learner_id % options.learners,
-    learners=options.learners,
-    position=position,
+  return Link(
+    wire, params, hello, patience=patience, leaving=leaving, claims=claims
   )
 
 
@@ -255,7 +258,7 @@ def _train(
   saved: Snapshots,
   donor: Donor,
   train_step: steps.TrainStep,
-  batches: Batches,
+  batches: ClaimedBatches,
   mesh: jax.sharding.Mesh,
   task: LanguageModel,
   stopping: Callable[[], bool],

@@ -82,7 +82,8 @@ class Progress(NamedTuple):
   """What a report says about the loop; replaced as a whole.
 
   `incarnation` is the one whose counters these are: they may speak for no
-  other, however soon the connection is back.
+  other, however soon the connection is back. `tokens_before` are those of this
+  process before that incarnation.
   """
 
   incarnation: int
@@ -92,6 +93,7 @@ class Progress(NamedTuple):
   schedule_step: int
   position: tuple[int, int]
   stage: Stage
+  tokens_before: int
   loss: float
 
 
@@ -205,6 +207,7 @@ class Boundary:
       schedule_step,
       position,
       stage,
+      self._session_tokens,
       loss,
     )
 

@@ -41,6 +41,7 @@ from decoupled.link.boundary import (
   Session,
   Staged,
 )
+from decoupled.link.claims import DataClaims, NoClaims
 from decoupled.link.copies import Copies, HostCopy
 from decoupled.link.ops import FragmentOps, Tree
 from decoupled.link.wire import LearnerWire
@@ -104,6 +105,7 @@ class Link:
     patience: limits of waits.
     leaving: whether to give up a wait, in the middle of training or, if it is
       told True, at the end of the run; never by default.
+    claims: the units that the loop trains on, if it claims any.
 
   Attributes:
     done: the run has ended.
@@ -122,9 +124,11 @@ class Link:
     worker: WorkerFactory | None = None,
     patience: Patience | None = None,
     leaving: Callable[[bool], bool] = lambda ending: False,
+    claims: DataClaims | None = None,
   ):
     self._leaving = leaving
     self._wire = wire
+    self._claims = claims or NoClaims()
     self._hello = hello
     self._patience = patience or Patience()
     self._clock = clock or MonotonicClock()
@@ -155,6 +159,8 @@ class Link:
     self._said_ends: collections.deque[float] = collections.deque()
     self._said_counts = (0, 0)
     self.earlier = (0, 0)
+    self._told_before = 0  # tokens before the incarnation last spoken for
+    self._told_tokens = 0  # tokens that earlier incarnations told of
     self._progress: Progress | None = None
     self._published_at = 0.0
     self._fatal: DecoupledError | None = None
@@ -259,6 +265,7 @@ class Link:
     schedule_step: int = 0,
     position: tuple[int, int] = (0, 0),
     loss: float = float("nan"),
+    idle: Callable[[], bool] = lambda: False,
   ) -> Tree:
     """Exchanges fragments between two inner steps.
 
@@ -269,14 +276,15 @@ class Link:
       schedule_step: step of the learning-rate schedule, for the record.
       position: data position (unit, offset) after this step.
       loss: last training loss known, for the record.
+      idle: whether there is nothing to train on; waits as long as it says so.
 
     Returns:
       The parameters to go on with.
     """
     leaves = self._flatten(params)
     stop = self.visit(leaves, step, tokens, schedule_step, position, loss)
-    if stop or self.waits(step):
-      self._stand_by(leaves, step, tokens, schedule_step, position, loss)
+    if stop or self.waits(step) or idle():
+      self._stand_by(leaves, step, tokens, schedule_step, position, loss, idle)
     return jax.tree.unflatten(self._treedef, leaves)
 
   def visit(
@@ -358,11 +366,12 @@ class Link:
     schedule_step: int,
     position: tuple[int, int],
     loss: float,
+    idle: Callable[[], bool],
   ) -> None:
     """Visits boundaries without steps until there is a reason to go on."""
 
     def visit() -> bool:
-      paused = self._paused(step)
+      paused = self._paused(step) or idle()
       stage = Stage.PAUSED if paused else Stage.TRAINING
       stop = self.visit(
         leaves, step, tokens, schedule_step, position, loss, stage
@@ -371,7 +380,7 @@ class Link:
         return True
       if stop:
         return self.done
-      return not self.waits(step)
+      return not (self.waits(step) or idle())
 
     ending = self._over or self._draining()
     limit = self._patience.end_s if ending else float("inf")
@@ -495,6 +504,8 @@ class Link:
     boundary.announcement = a
     for copy, _ in a.refused:
       self._drop(copy)
+    if a.claims is not None:
+      self._claims.word(a.claims, a.data_ended)
     self.serve()
     self._wake.set()
 
@@ -649,10 +660,16 @@ class Link:
         sent_at_s=self._clock.now(),
         step_ends_s=tuple(ends),
         loss=progress.loss,
+        claims=self._claims.held(progress.position),
+        wants=self._claims.wants,
+        unclaimed=self._claims.unclaimed,
+        tokens_before=progress.tokens_before,
+        tokens_alone=max(0, progress.tokens_before - self._told_tokens),
       )
     )
     faults.reached("link.after_report")
     self._said_counts = (progress.step, progress.tokens)
+    self._told_before = progress.tokens_before
     self._said_ends.extend(ends)
     while (
       self._said_ends and self._said_ends[0] < self._clock.now() - _UNHEARD_S
@@ -716,7 +733,9 @@ class Link:
     self._sent.clear()
     steps, tokens = self._said_counts
     self.earlier = (self.earlier[0] + steps, self.earlier[1] + tokens)
+    self._told_tokens = max(self._told_tokens, self._told_before + tokens)
     self._said_counts = (0, 0)
+    self._claims.rejoined()
     # told once more: a syncer that died may not have logged them
     self._boundary.step_ends.extendleft(reversed(self._said_ends))
     self._said_ends.clear()

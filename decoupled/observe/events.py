@@ -96,10 +96,18 @@ KINDS: Mapping[str, Kind] = {
     "learner incarnation step tokens schedule_step ends loss position",
     "stage versions adopted_after_s",
   ),
+  "units": _kind(
+    "How the ledger of the corpus stands, about once a second while it moves; "
+    "counted over the whole run. `low`: every unit below it is done; "
+    "`repeated`: handed out again after a death; `unclaimed`: begun without a "
+    "claim, for want of a syncer.",
+    "claimed completed repeated unclaimed low",
+  ),
   "discard": _kind(
     "Tokens that were processed in vain, already weighted with the "
-    "fragment's share. Causes: failure, rollback, refusal, overlap, "
-    "left_out, stale.",
+    "fragment's share. Causes: failure, absence, rollback, refusal, overlap, "
+    "left_out, stale. A negative number takes back what was counted when a "
+    "learner seemed to have died.",
     "learner cause tokens",
     "fragment round",
   ),

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 FAULTS = ("kill", "term", "pause", "partition")  # these become failures
 _REAPED_S = 2.0  # between the end of a process and the notice of it
 SLOWING = ("slow", "throttle")  # these only make the target's steps not quiet
-LOST = ("failure", "rollback", "refusal", "left_out", "stale")
+LOST = ("failure", "absence", "rollback", "refusal", "left_out", "stale")
 
 Report: TypeAlias = dict[str, Any]
 
@@ -44,7 +44,6 @@ class Incarnation:
     step_tokens: tokens of each of these steps.
     steps: inner steps it did.
     tokens: tokens it processed.
-    positions: data positions (unit, offset) in order.
     source: where its inner optimizer state came from, None if unknown.
     cold: whether it started without a warm process, None if unknown.
     compiles: after the takeover, None if unknown.
@@ -60,7 +59,6 @@ class Incarnation:
   step_tokens: list[float] = dataclasses.field(default_factory=list)
   steps: int = 0
   tokens: float = 0
-  positions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
   source: str | None = None
   cold: bool | None = None
   compiles: int | None = None
@@ -219,7 +217,6 @@ class Timeline:
         life.cold = event.get("cold")
         life.source = event.get("state_source")
         learner.hosts = int(event.get("hosts") or 1)
-        _add_position(life, event)
       case "ready":
         life.ready = t
         life.source = event.get("state_source") or life.source
@@ -711,30 +708,25 @@ def _wire(line: Timeline) -> dict[str, Any]:
 
 
 def _data(line: Timeline) -> dict[str, int]:
-  """Units of the corpus, from the positions that learners reported.
+  """Units of the corpus in this job, as the ledger counted them.
 
-  A unit is claimed once a learner was seen in it, completed once the learner
-  was seen beyond it, and repeated when a later incarnation began at or before
-  a place that an earlier one had passed.
+  Claimed: completed or held at the end. What a syncer's death took from the
+  ledger, its successor learns from the learners: counts may fall in between.
   """
-  claimed = completed = repeated = 0
-  for learner in line.learners.values():
-    first = last = None
-    for life in learner.incarnations:
-      if not life.positions:
-        continue
-      begins = life.positions[0]
-      if last is not None and begins < last:
-        repeated += last[0] - begins[0] + (1 if last[1] > 0 else 0)
-      first = begins if first is None else min(first, begins)
-      last = max(life.positions[-1], last or (0, 0))
-    if first is not None and last is not None:
-      completed += last[0] - first[0]
-      claimed += last[0] - first[0] + (1 if last[1] > 0 else 0)
+  total = dict.fromkeys(("repeated", "unclaimed"), 0)
+  told = line.of("units")
+  first, last = (told[0], told[-1]) if told else ({}, {})
+  seen = first
+  for event in told:
+    for key in total:
+      total[key] += max(0, event.get(key, 0) - seen.get(key, 0))
+    seen = event
+  began = first.get("completed", 0)
   return {
-    "units_claimed": claimed,
-    "units_completed": completed,
-    "units_repeated": repeated,
+    "units_claimed": last.get("claimed", 0) - began,
+    "units_completed": last.get("completed", 0) - began,
+    "units_repeated": total["repeated"],
+    "units_unclaimed": total["unclaimed"],
   }
 
 
@@ -798,16 +790,9 @@ def _add_steps(learner: Learner, life: Incarnation, event: Event) -> None:
     life.step_tokens.extend([(tokens - life.tokens) / len(ends)] * len(ends))
   life.tokens = tokens
   life.steps = max(life.steps, int(event.get("step") or 0))
-  _add_position(life, event)
   loss = _number(event.get("loss"))
   if loss is not None:
     learner.losses.append((t, int(event.get("schedule_step") or 0), loss))
-
-
-def _add_position(life: Incarnation, event: Event) -> None:
-  position = event.get("position")
-  if isinstance(position, list | tuple) and len(position) == 2:
-    life.positions.append((int(position[0]), int(position[1])))
 
 
 def _number(value: object) -> float | None:

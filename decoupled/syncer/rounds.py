@@ -13,8 +13,8 @@ grace -> transfers under way finish or run out of the overlap budget -> merging
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import optax
@@ -36,6 +36,7 @@ from decoupled.syncer.donors import Donors
 from decoupled.syncer.membership import Member, Membership
 from decoupled.syncer.model import GlobalFragment, GlobalModel
 from decoupled.syncer.settings import Limits
+from decoupled.syncer.units import Units
 from decoupled.types import (
   NO_VERSION,
   PROTOCOL_VERSION,
@@ -219,6 +220,7 @@ class Rounds:
     self._steps_logged: dict[int, tuple[float, int]] = {}
     self._note = ""
     self._floor_of: tuple[tuple[float, ...], float | None] = ((), None)
+    self.units = Units(events, limits, takes_over=term > 1)
 
   # --- restoring ---------------------------------------------------------
 
@@ -232,6 +234,7 @@ class Rounds:
     positions: dict[int, tuple[int, int]],
     fullest: int,
     tokens: dict[int, int],
+    units: Mapping[str, Any] | None = None,
   ) -> None:
     """Continues a snapshot: every fragment is stamped (this term, rounds).
 
@@ -264,6 +267,7 @@ class Rounds:
     self.positions = dict(positions)
     self.fullest = fullest
     self.tokens = dict(tokens)
+    self.units.restore(units)
     self.has_history = True
 
   def _use(self, manifest: Manifest) -> None:
@@ -306,9 +310,12 @@ class Rounds:
       self._started_at = now
     returning = self.membership.returning(hello)
     if returning is not None:
-      self._remove(returning, "closed", "the same process has joined again")
+      self._remove(
+        now, returning, "closed", "the same process has joined again"
+      )
     owed = {i for i, until in self._owed.items() if until > now}
     member = self.membership.claim(now, hello, owed)
+    self.units.joined(now, member, hello, self.contract)
     self._forget_copies(member.learner_id)
     self._owed.pop(member.learner_id, None)
     if self._started_at is None:
@@ -381,7 +388,7 @@ class Rounds:
     member = self.membership.live.get(learner_id)
     if member is None or member.incarnation != incarnation:
       return
-    self._remove(member, "closed", why)
+    self._remove(now, member, "closed", why)
     self._advance(now)
 
   def leave(
@@ -390,19 +397,20 @@ class Rounds:
     """A learner goes of its own will."""
     member = self.membership.get(learner_id, incarnation)
     done = self.phase in (Phase.DRAINING, Phase.ENDED)
-    self._remove(member, "drained" if done else "left", why)
+    self._remove(now, member, "drained" if done else "left", why)
     self._advance(now)
 
   def expect(self, now: float, learner_id: int, limit_s: float) -> None:
     """Somebody restarts that learner: do not end before it is back."""
     self._owed[learner_id] = now + limit_s
 
-  def _remove(self, member: Member, why: str, detail: str) -> None:
+  def _remove(self, now: float, member: Member, why: str, detail: str) -> None:
     if self.phase is Phase.ENDED:
       why = "drained"
     self._log_steps(member, now=math.inf)
     if self.accounts is not None and why != "drained":
       self.accounts.left(member, "failure")
+    self.units.gone(now, member, why)
     self.membership.remove(member.learner_id)
     self.donors.left(member.learner_id, why)
     self._forget_copies(member.learner_id)
@@ -466,6 +474,8 @@ class Rounds:
     if report.step > 0:
       self.positions[member.learner_id] = report.position
     self._note_copies(now, member, report)
+    if self.units.reported(now, report):
+      self._changed(member)
     self._log_steps(member, now)
     self._advance(now)
 
@@ -657,6 +667,7 @@ class Rounds:
     member = self.membership.live[learner_id]
     member.announced += 1
     floor = self._floor()
+    claims, data_ended = self.units.word(learner_id)
     return Announcement(
       term=self.term,
       seq=member.announced,
@@ -671,6 +682,8 @@ class Rounds:
       common_step=self.common_step,
       note=self._note,
       donate=self.donors.asked_of(learner_id),
+      claims=None if member.report is None else claims,
+      data_ended=data_ended,
     )
 
   @property
@@ -710,6 +723,7 @@ class Rounds:
     """Does what is due; call it at `wake_at` and whenever convenient."""
     for member in self.membership.lapsed(now):
       self._remove(
+        now,
         member,
         "lease",
         f"learner {member.learner_id} ({member.holder}) was silent for "
@@ -810,6 +824,7 @@ class Rounds:
   def _enter(self, phase: Phase, why: str) -> None:
     self.phase = phase
     self._note = ""
+    self.units.flush()
     self._events.emit("phase", phase=str(phase), why=why)
     self._changed()
 
@@ -1089,8 +1104,12 @@ class Rounds:
     if self.phase is Phase.TRAINING:
       if self._target_reached() and not self._open and not self._owes(now):
         self.drain(now, "the rounds or tokens asked for are done")
-      nobody = not self.membership.live
-      if self.drain_why and (not self._open or nobody or now >= self._drain_by):
+      out_of_data = self.units.ledger.finished
+      if out_of_data:  # nobody steps any more: no open round is waited for
+        self.drain(now, "the data is at its end")
+      over = out_of_data or not self.membership.live or not self._open
+      over = over or now >= self._drain_by
+      if self.drain_why and over and self.phase is Phase.TRAINING:
         self._begin_drain(now)
     elif self.phase is Phase.WAITING and self.drain_why:
       self._enter(Phase.ENDED, self.drain_why)

@@ -41,6 +41,7 @@ def cut(rounds: Rounds) -> Callable[[], GlobalSnapshot]:
   run_id, term = rounds.run_id, rounds.term
   incarnations = dict(rounds.membership.incarnations)
   tokens, positions = dict(rounds.tokens), dict(rounds.positions)
+  units = rounds.units.state()
 
   def snapshot() -> GlobalSnapshot:
     return GlobalSnapshot(
@@ -62,6 +63,7 @@ def cut(rounds: Rounds) -> Callable[[], GlobalSnapshot]:
         )
         for i in sorted({*incarnations, *positions})
       },
+      units=units,
     )
 
   return snapshot
@@ -85,6 +87,7 @@ def go_on(rounds: Rounds, snapshot: GlobalSnapshot, outer: Outer) -> None:
     {i: place.position for i, place in snapshot.learners.items()},
     snapshot.fullest,
     {i: place.tokens for i, place in snapshot.learners.items()},
+    snapshot.units,
   )
 
 

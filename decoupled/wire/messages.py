@@ -15,6 +15,7 @@ import numpy as np
 from decoupled.errors import Refused
 from decoupled.types import (
   Announcement,
+  Claim,
   Contribution,
   CopyHeader,
   CopyId,
@@ -47,6 +48,7 @@ MAX_TENSORS = 1 << 16
 MAX_LINES = 1 << 12
 MAX_STEP_ENDS = 1 << 14
 MAX_TEXT = 1 << 12
+MAX_CLAIMS = 1 << 8
 MAX_RANK = 32
 
 _CODECS = {
@@ -388,6 +390,11 @@ def report_to(report: Report) -> membership_pb.Report:
     sent_at_s=report.sent_at_s,
     step_ends_s=report.step_ends_s,
     loss=report.loss,
+    claims=[claim_to(claim) for claim in report.claims],
+    wants=report.wants,
+    unclaimed=report.unclaimed,
+    tokens_before=report.tokens_before,
+    tokens_alone=report.tokens_alone,
   )
 
 
@@ -395,6 +402,7 @@ def report_from(message: membership_pb.Report) -> Report:
   _at_most("report.copies", message.copies, MAX_FRAGMENTS)
   _at_most("report.versions", message.versions, MAX_FRAGMENTS)
   _at_most("report.step_ends_s", message.step_ends_s, MAX_STEP_ENDS)
+  _at_most("report.claims", message.claims, MAX_CLAIMS)
   if message.stage not in _STAGE_OF:
     raise malformed(f"report.stage = {message.stage}")
   return Report(
@@ -413,7 +421,43 @@ def report_from(message: membership_pb.Report) -> Report:
       _seconds("report.step_ends_s", end) for end in message.step_ends_s
     ),
     loss=message.loss,
+    claims=tuple(claim_from(claim) for claim in message.claims),
+    wants=_number("report.wants", message.wants),
+    unclaimed=_number("report.unclaimed", message.unclaimed),
+    tokens_before=_number("report.tokens_before", message.tokens_before),
+    tokens_alone=_number("report.tokens_alone", message.tokens_alone),
   )
+
+
+def claim_to(claim: Claim) -> membership_pb.Claim:
+  return membership_pb.Claim(
+    place=claim.place, offset=claim.offset, done=claim.done
+  )
+
+
+def claim_from(message: membership_pb.Claim) -> Claim:
+  return Claim(
+    _number("claim.place", message.place),
+    _number("claim.offset", message.offset),
+    message.done,
+  )
+
+
+def claims_to(said: Announcement) -> membership_pb.Claims | None:
+  if said.claims is None:
+    return None
+  return membership_pb.Claims(
+    claims=[claim_to(claim) for claim in said.claims], ended=said.data_ended
+  )
+
+
+def claims_from(
+  message: membership_pb.Announcement,
+) -> tuple[Claim, ...] | None:
+  if not message.HasField("data"):
+    return None
+  _at_most("announcement.data", message.data.claims, MAX_CLAIMS)
+  return tuple(claim_from(claim) for claim in message.data.claims)
 
 
 def announcement_to(said: Announcement) -> membership_pb.Announcement:
@@ -441,6 +485,7 @@ def announcement_to(said: Announcement) -> membership_pb.Announcement:
     common_step=said.common_step,
     note=said.note[:MAX_TEXT],
     donate=said.donate,
+    data=claims_to(said),
   )
 
 
@@ -471,6 +516,8 @@ def announcement_from(message: membership_pb.Announcement) -> Announcement:
     common_step=_number("announcement.common_step", message.common_step),
     note=_text("announcement.note", message.note),
     donate=_number("announcement.donate", message.donate),
+    claims=claims_from(message),
+    data_ended=message.data.ended,
   )
 
 

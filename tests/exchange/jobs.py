@@ -46,6 +46,7 @@ def add(
   delay_s: float = 0.0,
   init_seed: int = 0,
   trainer: Any = None,
+  data: Any = None,
 ) -> SimulatedLearner:
   return made.add(
     learner_id,
@@ -54,6 +55,7 @@ def add(
     roles=toy.roles,
     stacked=toy.STACKED,
     delay_s=delay_s,
+    data=data,
   )
 
 

@@ -409,22 +409,29 @@ def test_the_syncer_is_back_with_a_round_of_a_higher_term():
   assert [s["id"] for s in failure["survivors"]] == [0]
 
 
-def test_data_units():
-  """0: units 0 … 2, in the third; 1: dies in unit 2, starts at its begin."""
+def _units(t, claimed, completed, repeated=0, unclaimed=0):
+  return {
+    "t": t, "kind": "units", "claimed": claimed, "completed": completed,
+    "repeated": repeated, "unclaimed": unclaimed, "low": completed,
+  }  # fmt: skip
+
+
+def test_data_units_are_those_of_this_job():
+  """It goes on from 20 units; a new syncer knows less until it is told."""
   events = [
     _start(),
-    _steps(0, 1, [1.0, 2.0], position=[2, 5]),
-    membership(0.1, "join", 0, 1, position=[0, 0]),
-    membership(0.1, "join", 1, 2, position=[0, 0]),
-    _steps(1, 2, [1.0, 2.0], position=[2, 7]),
-    membership(3.0, "join", 1, 3, position=[2, 0]),
-    _steps(1, 3, [4.0, 5.0], position=[4, 0]),
+    _units(0.5, 22, 20, repeated=1, unclaimed=2),
+    _units(5.0, 26, 23, repeated=2, unclaimed=2),
+    _units(6.0, 24, 21, repeated=1, unclaimed=2),
+    _units(7.0, 27, 25, repeated=1, unclaimed=5),
   ]
   assert report.build(events)["data"] == {
-    "units_claimed": 3 + 4,
-    "units_completed": 2 + 4,
+    "units_claimed": 7,
+    "units_completed": 5,
     "units_repeated": 1,
+    "units_unclaimed": 3,
   }
+  assert set(report.build([_start()])["data"].values()) == {0}
 
 
 def test_wire_totals_add_up_over_restarts_of_the_syncer():
@@ -500,7 +507,7 @@ def test_every_field_of_the_design_is_there(demo):
     "failures": "kind target at_s detected_s state_s ready_s first_step_s "
     "downtime_s cold compiles_after_takeover state_source survivors",
     "wire": "bytes_up bytes_down codec",
-    "data": "units_claimed units_completed units_repeated",
+    "data": "units_claimed units_completed units_repeated units_unclaimed",
     "checkpoints": "saved restored_from failed_saves",
   }
   for key, names in expected.items():
@@ -531,7 +538,7 @@ def test_a_log_cut_off_anywhere_gives_a_report(tmp_path, demo, keep):
 
 def test_events_with_fields_missing_are_survived():
   kinds = "start phase join ready first_step leave round refused steps discard "
-  kinds += "fault exit restart learner_done wire checkpoint eval end"
+  kinds += "units fault exit restart learner_done wire checkpoint eval end"
   events = [{"t": 1.0, "kind": kind} for kind in kinds.split()]
   events += [{**event, "learner": 1, "incarnation": 2} for event in events]
   assert report.build(events)["schema_version"] == 1

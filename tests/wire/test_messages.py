@@ -12,6 +12,7 @@ from decoupled.errors import Refused
 from decoupled.types import (
   NO_VERSION,
   Announcement,
+  Claim,
   Contribution,
   CopyHeader,
   CopyId,
@@ -58,6 +59,7 @@ tensor = st.builds(
 tensors = st.lists(tensor, max_size=4, unique_by=lambda t: t.name).map(tuple)
 contract = tuples(st.tuples(text, text))
 learner = st.integers(0, messages.MAX_LEARNERS)
+claim = st.builds(Claim, count, count, st.booleans())
 
 
 @given(
@@ -93,6 +95,11 @@ def test_hello(hello):
     seconds,
     tuples(seconds),
     st.floats(allow_nan=False),
+    tuples(claim),
+    small,
+    count,
+    count,
+    count,
   )
 )
 def test_report(report):
@@ -122,10 +129,27 @@ def test_a_loss_that_is_not_there_yet_stays_nan():
     count,
     text,
     count,
+    st.none() | tuples(claim),
   )
 )
 def test_announcement(said):
   assert messages.announcement_from(messages.announcement_to(said)) == said
+
+
+def test_the_end_of_the_data_is_told_with_the_units():
+  said = Announcement(
+    1, 1, Phase.TRAINING, (), 1, 0.0, 0.0, (), claims=(), data_ended=True
+  )
+  assert messages.announcement_from(messages.announcement_to(said)) == said
+
+
+def test_more_units_than_a_learner_may_hold_are_refused():
+  message = membership_pb2.Report(stage=membership_pb2.STAGE_TRAINING)
+  message.claims.extend(
+    membership_pb2.Claim(place=i) for i in range(messages.MAX_CLAIMS + 1)
+  )
+  with pytest.raises(Refused, match=r"report\.claims has 257 entries"):
+    messages.report_from(message)
 
 
 @given(st.builds(Heartbeat, learner, count, seconds))

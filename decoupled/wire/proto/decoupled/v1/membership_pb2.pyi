@@ -424,6 +424,11 @@ class Report(_message.Message):
     SENT_AT_S_FIELD_NUMBER: _builtins.int
     STEP_ENDS_S_FIELD_NUMBER: _builtins.int
     LOSS_FIELD_NUMBER: _builtins.int
+    CLAIMS_FIELD_NUMBER: _builtins.int
+    WANTS_FIELD_NUMBER: _builtins.int
+    UNCLAIMED_FIELD_NUMBER: _builtins.int
+    TOKENS_BEFORE_FIELD_NUMBER: _builtins.int
+    TOKENS_ALONE_FIELD_NUMBER: _builtins.int
     learner_id: _builtins.int
     incarnation: _builtins.int
     seq: _builtins.int
@@ -433,6 +438,14 @@ class Report(_message.Message):
     schedule_step: _builtins.int
     sent_at_s: _builtins.float
     loss: _builtins.float
+    wants: _builtins.int
+    """unfinished units it would like to hold"""
+    unclaimed: _builtins.int
+    """units begun without a claim"""
+    tokens_before: _builtins.int
+    """of this process, before this incarnation"""
+    tokens_alone: _builtins.int
+    """those of them that no report told of"""
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.CopyHeader]: ...
     @_builtins.property
@@ -441,6 +454,10 @@ class Report(_message.Message):
     def position(self) -> Global___Position: ...
     @_builtins.property
     def step_ends_s(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___Claim]:
+        """held, or finished and still listed"""
+
     def __init__(
         self,
         *,
@@ -457,14 +474,49 @@ class Report(_message.Message):
         sent_at_s: _builtins.float = ...,
         step_ends_s: _abc.Iterable[_builtins.float] | None = ...,
         loss: _builtins.float = ...,
+        claims: _abc.Iterable[Global___Claim] | None = ...,
+        wants: _builtins.int = ...,
+        unclaimed: _builtins.int = ...,
+        tokens_before: _builtins.int = ...,
+        tokens_alone: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "incarnation", b"incarnation", "learner_id", b"learner_id", "loss", b"loss", "position", b"position", "schedule_step", b"schedule_step", "sent_at_s", b"sent_at_s", "seq", b"seq", "stage", b"stage", "step", b"step", "step_ends_s", b"step_ends_s", "tokens", b"tokens", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "copies", b"copies", "incarnation", b"incarnation", "learner_id", b"learner_id", "loss", b"loss", "position", b"position", "schedule_step", b"schedule_step", "sent_at_s", b"sent_at_s", "seq", b"seq", "stage", b"stage", "step", b"step", "step_ends_s", b"step_ends_s", "tokens", b"tokens", "tokens_alone", b"tokens_alone", "tokens_before", b"tokens_before", "unclaimed", b"unclaimed", "versions", b"versions", "wants", b"wants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Claim(_message.Message):
+    """A unit of the corpus in a learner's hands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACE_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    DONE_FIELD_NUMBER: _builtins.int
+    place: _builtins.int
+    """in the endless sequence of epochs"""
+    offset: _builtins.int
+    """sequences of it that were trained on"""
+    done: _builtins.bool
+    """all of them were"""
+    def __init__(
+        self,
+        *,
+        place: _builtins.int = ...,
+        offset: _builtins.int = ...,
+        done: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "offset", b"offset", "place", b"place"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Claim: _TypeAlias = Claim  # noqa: Y015
 
 @_typing.final
 class Leave(_message.Message):
@@ -566,6 +618,32 @@ class RefusedCopy(_message.Message):
 Global___RefusedCopy: _TypeAlias = RefusedCopy  # noqa: Y015
 
 @_typing.final
+class Claims(_message.Message):
+    """The units that a learner holds, and none but these."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLAIMS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    ended: _builtins.bool
+    """nobody can claim another one"""
+    @_builtins.property
+    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___Claim]: ...
+    def __init__(
+        self,
+        *,
+        claims: _abc.Iterable[Global___Claim] | None = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "ended", b"ended"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Claims: _TypeAlias = Claims  # noqa: Y015
+
+@_typing.final
 class Announcement(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -582,6 +660,7 @@ class Announcement(_message.Message):
     COMMON_STEP_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     DONATE_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     seq: _builtins.int
     phase: Global___Phase.ValueType
@@ -601,6 +680,10 @@ class Announcement(_message.Message):
     def wanted(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.CopyId]: ...
     @_builtins.property
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedCopy]: ...
+    @_builtins.property
+    def data(self) -> Global___Claims:
+        """absent: not known yet what this incarnation holds"""
+
     def __init__(
         self,
         *,
@@ -617,10 +700,11 @@ class Announcement(_message.Message):
         common_step: _builtins.int = ...,
         note: _builtins.str = ...,
         donate: _builtins.int = ...,
+        data: Global___Claims | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["common_step", b"common_step", "donate", b"donate", "next_open_in_s", b"next_open_in_s", "next_round", b"next_round", "note", b"note", "open", b"open", "pace_s", b"pace_s", "phase", b"phase", "refused", b"refused", "seq", b"seq", "term", b"term", "versions", b"versions", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["common_step", b"common_step", "data", b"data", "donate", b"donate", "next_open_in_s", b"next_open_in_s", "next_round", b"next_round", "note", b"note", "open", b"open", "pace_s", b"pace_s", "phase", b"phase", "refused", b"refused", "seq", b"seq", "term", b"term", "versions", b"versions", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
