@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,7 +83,10 @@ def compiled(config: Config) -> Program:
 
 @contextlib.contextmanager
 def syncer(
-  folder: Path, bindings: list[str], learners: int = 1
+  folder: Path,
+  bindings: list[str],
+  learners: int = 1,
+  more: Sequence[str] = (),
 ) -> Iterator[int]:
   """A live syncer that never ends by itself; gives its process id."""
   with (folder / "syncer.log").open("wb") as log:
@@ -92,6 +95,7 @@ def syncer(
         *(sys.executable, "-m", "decoupled.cli", "syncer", *bindings),
         f"--workdir={folder}",
         f"--learners={learners}",
+        *more,
       ],
       stdout=log,
       stderr=log,
@@ -141,7 +145,12 @@ class Learner:
   batches: Batches
   pace: Pace
 
-  def train(self, count: int, train_step: Any = None) -> None:
+  def train(
+    self,
+    count: int,
+    train_step: Any = None,
+    after_step: Callable[[loop.Trained], None] = lambda _: None,
+  ) -> None:
     """`count` more steps of the learner's own loop."""
     goal = self.done.step + count
     loop.train(
@@ -154,6 +163,7 @@ class Learner:
       tokens_per_step=self.program.tokens,
       learner_id=0,
       stopping=lambda: self.done.step >= goal,
+      after_step=after_step,
     )
 
 

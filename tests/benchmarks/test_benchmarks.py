@@ -15,6 +15,11 @@ ROOT = Path(__file__).parents[2]
 
 def smoke(name: str) -> dict[str, Any]:
   """The only line that a benchmark prints with `--smoke`."""
+  [line] = smoke_lines(name)
+  return line
+
+
+def smoke_lines(name: str) -> list[dict[str, Any]]:
   done = subprocess.run(
     [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--smoke"],
     capture_output=True,
@@ -24,9 +29,7 @@ def smoke(name: str) -> dict[str, Any]:
     check=False,
   )
   assert done.returncode == 0, done.stderr[-2000:]
-  [line] = done.stdout.splitlines()
-  said: dict[str, Any] = json.loads(line)
-  return said
+  return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_inner_overhead() -> None:
@@ -51,6 +54,63 @@ def test_exchange() -> None:
   assert said["open_to_adopt_steps"] > 0
   assert said["rounds_per_step"] > 0
   assert said["rounds"] == 40
+
+
+@pytest.mark.slow
+def test_checkpoint() -> None:
+  said = smoke("checkpoint")
+  assert said["ratio"] > 0
+  assert 0 < said["in_flight"] < 1
+  assert min(said["snapshots"]) >= 4
+  assert len(said["learner_mb"]) >= 5
+
+
+@pytest.mark.slow
+def test_kill_all() -> None:
+  moment, whole = smoke_lines("kill_all")
+  assert moment["at"] == "save"
+  assert moment["problems"] == []
+  assert moment["round"] > 0
+  assert (whole["moments"], whole["good"]) == (1, 1)
+
+
+def test_kill_all_sees_what_does_not_go_on(
+  monkeypatch: pytest.MonkeyPatch,
+) -> None:
+  monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+  import kill_all
+
+  steps = {"schedule_step": 140, "step": 9, "position": [2, 8], "loss": 3.0}
+  snapshot = {"learners": {"0": {"position": [2, 0]}}}
+  before = kill_all.Facts(
+    kill_all.Moment(0, "training", 0.5),
+    *(1.0, 0.1, 9, 140, 3, snapshot, {0: steps}, []),
+  )
+
+  def rounds(term: int, *numbers: int) -> list[str]:
+    events = [{"term": term, "round": n} for n in numbers]
+    return list(kill_all.wrong_rounds(before, events, 125))
+
+  assert rounds(4, 126, 127) == []
+  assert "term 3 after term 3" in rounds(3, 126)[0]
+  assert "round 125 after" in rounds(4, 125, 126)[0]
+  assert "the first round was 127" in rounds(4, 127)[0]
+
+  class Log:
+    def __init__(self, **first: Any):
+      self.first = {"learner": 0, **steps, "schedule_step": 135, **first}
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+      return [self.first]
+
+  def learner(**first: Any) -> list[str]:
+    return list(kill_all.wrong_learner(before, Log(**first), 0, 125))
+
+  assert learner() == []
+  assert "before round 125" in learner(schedule_step=12)[0]
+  assert "it had been at 140" in learner(schedule_step=12)[1]
+  assert "[1, 8], not [2, 0]" in learner(position=[1, 8])[0]
+  assert "2.00 above" in learner(loss=5.0)[0]
 
 
 @pytest.mark.parametrize(
