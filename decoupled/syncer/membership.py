@@ -42,6 +42,7 @@ class Member:
     announced: announcements made to it.
     changes: rises when what is wanted of it changes.
     wanted: copies wanted when it last reported.
+    previous: incarnation that the same process had before, 0 if none.
   """
 
   learner_id: int
@@ -64,6 +65,7 @@ class Member:
   announced: int = 0
   changes: int = 0
   wanted: tuple[CopyId, ...] = ()
+  previous: int = 0
   _timed: int = 0
   _timed_from: tuple[float, int] | None = None
 
@@ -141,6 +143,7 @@ class Membership:
       hosts=hello.hosts,
       lease_until=now + self._lease_s,
       joined_at=now,
+      previous=hello.previous,
     )
     self.live[learner_id] = member
     return member
