@@ -36,6 +36,13 @@ def test_a_death_costs_one_learner_and_a_longer_run_continues(
   # the end waited for the restart that was owed
   assert failure["first_step_s"] is not None
   assert [s["id"] for s in failure["survivors"]] == [0]
+  data = report["data"]
+  assert data["units_repeated"] <= 1
+  assert data["units_unclaimed"] == 0
+  sequences = report["tokens_total"] / 64
+  assert 0 < data["units_completed"] * 256 <= sequences
+  # what is not done is held: the unit in use, and two ahead
+  assert data["units_claimed"] == data["units_completed"] + 2 * 3
   assert (workdir / "report.html").read_text().startswith("<!doctype html>")
   assert {p.name for p in (workdir / "logs").iterdir()} >= {
     "syncer.log",
@@ -60,13 +67,19 @@ def test_a_death_costs_one_learner_and_a_longer_run_continues(
   last, first_after = before[-1], after[0]
   taken = first_after["step"]
   assert first_after["schedule_step"] == last["schedule_step"] + taken
-  unit, offset = last["position"]
-  assert first_after["position"][0] * 256 + first_after["position"][1] == (
-    unit * 256 + offset + 8 * taken
-  )
+  (unit, offset), (place, now) = last["position"], first_after["position"]
+  if place != unit:  # it has come to the next one that it had claimed
+    assert place > unit
+    offset -= 256
+  assert now == offset + 8 * taken
   assert first_after["loss"] < report["initial_loss"] - 1
   rounds = [(e["term"], e["round"]) for e in of("round", job) if e["counted"]]
   assert rounds[99:101] == [(1, 100), (2, 101)]
+
+  continued = json.loads((workdir / "report.json").read_text())["data"]
+  assert continued["units_repeated"] == continued["units_unclaimed"] == 0
+  # those in hand at the end of the first job are claimed by the second, too
+  assert continued["units_claimed"] >= 6
 
   other = decoupled(*command, "--rounds=140", "Outer.momentum=0.5")
   assert other.returncode != 0
