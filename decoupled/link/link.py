@@ -109,8 +109,8 @@ class Link:
 
   Attributes:
     done: the run has ended.
-    earlier: steps and tokens that earlier incarnations of this process have
-      reported.
+    earlier: steps that earlier incarnations of this process have reported, and
+      its tokens up to their last report.
   """
 
   def __init__(
@@ -160,7 +160,6 @@ class Link:
     self._said_counts = (0, 0)
     self.earlier = (0, 0)
     self._told_before = 0  # tokens before the incarnation last spoken for
-    self._told_tokens = 0  # tokens that earlier incarnations told of
     self._progress: Progress | None = None
     self._published_at = 0.0
     self._fatal: DecoupledError | None = None
@@ -664,7 +663,7 @@ class Link:
         wants=self._claims.wants,
         unclaimed=self._claims.unclaimed,
         tokens_before=progress.tokens_before,
-        tokens_alone=max(0, progress.tokens_before - self._told_tokens),
+        tokens_alone=max(0, progress.tokens_before - self.earlier[1]),
       )
     )
     faults.reached("link.after_report")
@@ -732,8 +731,8 @@ class Link:
     self._copies.clear()
     self._sent.clear()
     steps, tokens = self._said_counts
-    self.earlier = (self.earlier[0] + steps, self.earlier[1] + tokens)
-    self._told_tokens = max(self._told_tokens, self._told_before + tokens)
+    told = max(self.earlier[1], self._told_before + tokens)
+    self.earlier = (self.earlier[0] + steps, told)
     self._said_counts = (0, 0)
     self._claims.rejoined()
     # told once more: a syncer that died may not have logged them

@@ -91,7 +91,8 @@ KINDS: Mapping[str, Kind] = {
   ),
   "steps": _kind(
     "What a learner did since the last such event, about once a second. "
-    "`step` and `tokens` count this incarnation; `ends`: when steps finished; "
+    "`step` and `tokens` count this incarnation (with what its process did "
+    "before, and never told); `ends`: when steps finished; "
     "`adopted_after_s`: from the opening of rounds to their adoption here.",
     "learner incarnation step tokens schedule_step ends loss position",
     "stage versions adopted_after_s",

@@ -174,7 +174,7 @@ class Donors:
       m
       for m in self._membership.members()
       if m.gives_state
-      and (m.stepped or m.rejoined)
+      and (m.stepped or m.previous)
       and (m.report is None or m.report.stage is Stage.TRAINING)
       and m.learner_id not in joining
       and m.learner_id not in tried

@@ -32,7 +32,6 @@ class Member:
     lease_until: when silence ends the claim.
     joined_at: when it joined.
     gives_state: whether it can give its optimizer state to a joiner.
-    rejoined: whether its process was in the run before.
     report: its newest report.
     stepped: whether it has finished a step since joining.
     step_s: running step time, NaN before two timed steps.
@@ -46,6 +45,7 @@ class Member:
     announced: announcements made to it.
     changes: rises when what is wanted of it changes.
     wanted: copies wanted when it last reported.
+    previous: incarnation that the same process had before, 0 if none.
   """
 
   learner_id: int
@@ -55,7 +55,6 @@ class Member:
   lease_until: float
   joined_at: float
   gives_state: bool = False
-  rejoined: bool = False
   report: Report | None = None
   stepped: bool = False
   step_s: float = math.nan
@@ -70,6 +69,7 @@ class Member:
   announced: int = 0
   changes: int = 0
   wanted: tuple[CopyId, ...] = ()
+  previous: int = 0
   _timed: int = 0
   _timed_from: tuple[float, int] | None = None
 
@@ -155,7 +155,7 @@ class Membership:
       lease_until=now + self._lease_s,
       joined_at=now,
       gives_state=hello.gives_state,
-      rejoined=hello.previous > 0,
+      previous=hello.previous,
     )
     self.live[learner_id] = member
     return member

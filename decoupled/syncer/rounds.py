@@ -464,10 +464,12 @@ class Rounds:
         learner=member.learner_id,
         incarnation=member.incarnation,
       )
-    if before is not None and self.accounts is not None:
-      self.accounts.adopted(member, before, report)
-      self._time_adoptions(now, before, report)
     new_tokens = report.tokens - (0 if before is None else before.tokens)
+    if self.accounts is not None and before is None:
+      new_tokens += self.accounts.began(member, report, self.term)
+    elif self.accounts is not None and before is not None:
+      self.accounts.adopted(member, before.versions, report)
+      self._time_adoptions(now, before, report)
     self.tokens[member.learner_id] = (
       self.tokens.get(member.learner_id, 0) + new_tokens
     )
@@ -1197,7 +1199,7 @@ class Rounds:
         learner=member.learner_id,
         incarnation=member.incarnation,
         step=report.step,
-        tokens=report.tokens,
+        tokens=report.tokens + report.tokens_alone,
         schedule_step=report.schedule_step,
         ends=list(ends),
         loss=report.loss,

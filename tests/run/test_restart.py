@@ -72,7 +72,7 @@ def test_a_job_outlives_its_syncer_a_learner_and_itself(
   longer = decoupled(*command, f"--rounds={last + 30}", timeout_s=LIMIT_S)
   assert longer.returncode == 0, longer.stderr
   after = events(workdir)[len(before) :]
-  _of_the_longer_run(before, after, last)
+  _of_the_longer_run(_report(workdir), before, after, last)
 
   other = decoupled(*command, f"--rounds={last + 40}", "Outer.momentum=0.5")
   assert other.returncode != 0
@@ -145,13 +145,24 @@ def _of_the_restart(
     # step of the learning rate, data position and loss go on
     began = steps[0]["schedule_step"] - steps[0]["step"]
     assert began >= restored["round"]
-    assert steps[0]["position"][0] >= max(0, earlier[-1]["position"][0] - 1)
+    # (its own units lie a few places apart)
+    assert steps[0]["position"][0] >= earlier[-1]["position"][0] - 8
     assert steps[-1]["loss"] < earlier[0]["loss"] - 0.5
     assert steps[-1]["incarnation"] > earlier[-1]["incarnation"]
 
+  # the ledger: a repetition for each death at most, none for the whole job's
+  known = of("units", before)[-1]
+  assert known["repeated"] <= 2
+  assert of("units", after)[0]["completed"] >= known["completed"] - 4
+  assert report["data"]["units_repeated"] == 0
+  assert report["data"]["units_completed"] > 0
+
 
 def _of_the_longer_run(
-  before: list[dict[str, Any]], after: list[dict[str, Any]], last: int
+  report: dict[str, Any],
+  before: list[dict[str, Any]],
+  after: list[dict[str, Any]],
+  last: int,
 ) -> None:
   rounds = [e["round"] for e in of("round", after) if e["counted"]]
   assert rounds == list(range(last + 1, last + 31))
@@ -163,6 +174,8 @@ def _of_the_longer_run(
     rows = ended["position"][1] + 8 * taken
     assert began["position"][1] % 256 == rows % 256
     assert (began["position"][0] == ended["position"][0]) == (rows < 256)
+  assert report["data"]["units_repeated"] == 0
+  assert report["data"]["units_unclaimed"] == 0
 
 
 def _steps(job: list[dict[str, Any]], learner: int) -> list[dict[str, Any]]:
