@@ -219,7 +219,7 @@ def _link(
       ("Corpus.digest", digest),
       ("run.seed", str(options.seed)),
     ),
-    gives_state=True,
+    gives_state=config.local.donates and jax.process_count() == 1,
   )
   limits = config.limits
   patience = Patience(
