@@ -234,7 +234,7 @@ def _link(
       options.seed or 0,
       [("Corpus.digest", digest), ("Corpus.units", str(order.units))],
     ),
-    gives_state=True,
+    gives_state=config.local.donates and jax.process_count() == 1,
   )
   limits = config.limits
 

@@ -9,6 +9,7 @@ next donor is asked, then the next source.
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
@@ -27,6 +28,12 @@ Take: TypeAlias = Callable[[], AbstractContextManager[states.Incoming]]
 
 _LOG = logging.getLogger("decoupled.learner")
 _UNREACHED = 3  # tries without a syncer before the next source
+_RETRY_S = 1.0
+# What is wrong with one donor; the syncer names another one, or says none is.
+_OF_ONE = (
+  *("donor", "misfit", "not_finite", "malformed"),
+  *("checksum", "incomplete", "shape"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,15 +125,15 @@ class Search:
       try:
         with self._take() as incoming:
           return self._received(incoming)
-      except Refused as error:
-        if error.reason in ("no_donor", "protocol"):
+      except (Refused, Unreachable) as error:
+        reason = error.reason if isinstance(error, Refused) else ""
+        if reason in ("no_donor", "protocol"):
           _LOG.info("%s", error)
           return None
-        _LOG.warning("optimizer state from a donor: %s; asking on", error)
-        unreached += error.reason == "fenced"
-      except Unreachable as error:
-        _LOG.warning("optimizer state from a donor: %s", error)
-        unreached += 1
+        _LOG.warning("no optimizer state: %s; asking on", error)
+        if reason not in _OF_ONE:
+          unreached += 1
+          time.sleep(_RETRY_S)
     return None
 
   def _received(self, incoming: states.Incoming) -> Origin:

@@ -101,6 +101,8 @@ class Local:
       accelerator time.
     jitter: share by which that sleep varies from step to step, evenly spread.
     xla_threads: threads of XLA on the CPU; 0 = XLA's own choice.
+    donates: give the optimizer state to learners that join; meanwhile there
+      is a copy of it on the devices.
   """
 
   remat: bool = False
@@ -108,6 +110,7 @@ class Local:
   pad_s: float = 0.08
   jitter: float = 0.0
   xla_threads: int = 1
+  donates: bool = True
 
   def __post_init__(self) -> None:
     if self.microbatches < 1:

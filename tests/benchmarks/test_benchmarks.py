@@ -56,6 +56,17 @@ def test_exchange() -> None:
   assert said["rounds"] == 40
 
 
+def test_recovery() -> None:
+  said = smoke("recovery")
+  assert said["source"] == "donor"
+  assert said["repeats"] == 1
+  parts = ("boot", "compile", "join", "state", "first_step", "contribution")
+  assert all(said[f"{name}_s"] >= 0 for name in parts)
+  assert said["total_s"] == pytest.approx(
+    sum(said[f"{name}_s"] for name in parts), abs=0.01
+  )
+
+
 @pytest.mark.slow
 def test_checkpoint() -> None:
   said = smoke("checkpoint")
