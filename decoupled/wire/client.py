@@ -39,6 +39,7 @@ from decoupled.wire.stream import ControlStream, Outbox
 _LEAVE_S = 2.0
 _SHORTEST_S = 0.1
 _MOVED = object()
+_AGAIN_S = 0.2  # before a hello whose answer was lost is said again
 _LOOK_S = 0.25  # how often a call that waits looks whether the syncer moved
 
 
@@ -144,7 +145,11 @@ class GrpcLearnerWire:
       ready.cancel()
 
   def _claim(self, hello: Hello, deadline: float) -> Any:
-    """The answer to a hello, None if the syncer has moved meanwhile."""
+    """The answer to a hello; None where it is to be said again.
+
+    The syncer may have moved, or died, or the connection broke while it was
+    answering: the answer is lost then, not the run.
+    """
     call: Any = self._membership.Hello.future(
       messages.hello_to(hello),
       timeout=max(_SHORTEST_S, deadline - time.monotonic()),
@@ -154,6 +159,10 @@ class GrpcLearnerWire:
     try:
       reply = self._await(call, deadline + _SHORTEST_S)
     except grpc.RpcError as error:
+      broke = error.code() is grpc.StatusCode.UNAVAILABLE
+      if broke and time.monotonic() + _AGAIN_S < deadline:
+        time.sleep(_AGAIN_S)
+        return None
       raise failure(error, self._address, self._connect_s) from None
     finally:
       call.cancel()
