@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_FLAGS ?=
 
-.PHONY: help setup demo test lint types contracts check format docs proto \
+.PHONY: help setup demo test test-matrix lint types contracts check format docs proto \
   bench clean
 .DEFAULT_GOAL := help
 
@@ -27,6 +27,9 @@ demo: setup ## a job of three learners that loses one on the way
 
 test: setup ## the test suite
 	$(BIN)/python -m pytest -n auto --dist loadgroup $(PYTEST_FLAGS)
+
+test-matrix: setup ## every fault at every point, in real processes; 25 minutes
+	$(BIN)/python -m pytest -m matrix tests/matrix $(PYTEST_FLAGS)
 
 lint: setup ## style: ruff
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from decoupled import faults
 from decoupled.config import CONTRACT, LOCAL
 from decoupled.observe import events
 from decoupled.simulate.scenario import (
@@ -95,6 +96,37 @@ def event_log() -> str:
   )
 
 
+def fault_points() -> str:
+  """docs/faults.md: where a test may let a process fail."""
+  rows = ["| point | where the process is |", "|---|---|"]
+  rows += [f"| `{name}` | {says} |" for name, says in faults.POINTS.items()]
+  return "\n".join(
+    [
+      "# Points of the protocol, and the kill matrix",
+      "",
+      _NOTE,
+      "`make test-matrix` lets real processes fail at each of these points in",
+      "each way (SIGKILL, SIGSTOP and SIGCONT, SIGTERM, all connections cut),",
+      "several faults in one job. Afterwards versions have risen in each term,",
+      "an id had one holder at a time, processes ended as they were made to,",
+      "everybody who was there for the drain holds the parameters that were",
+      "saved, and these are what the recorded contributions replay to.",
+      "",
+      f"A process is armed by `{faults.VARIABLE}`, such as",
+      "`learner/1@link.after_report:kill:3; syncer@syncer.merged:stop:2:1.5`",
+      "(role, point, what, at which passing, seconds of a stop), and",
+      f"`{faults.LOG_VARIABLE}`, an existing file where what has happened is",
+      "noted: a process that is started again goes on with the next fault.",
+      "With only one of the two no process starts, and one that is armed says",
+      "so in its log. Neither belongs anywhere but into a test; for faults of",
+      "a job that runs there is `--chaos`.",
+      "",
+      *rows,
+      "",
+    ]
+  )
+
+
 def scenario() -> str:
   """docs/scenario.md: what `decoupled simulate` may be told."""
   lines = [
@@ -130,6 +162,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
   "configuration.md": configuration,
   "timeouts.md": timeouts,
   "events.md": event_log,
+  "faults.md": fault_points,
   "scenario.md": scenario,
 }
 

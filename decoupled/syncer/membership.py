@@ -79,6 +79,11 @@ class Member:
     return self.report.versions[fragment]
 
   @property
+  def heard(self) -> bool:
+    """Whether it has said anything since it was let in."""
+    return math.isfinite(self.clock_offset_s)
+
+  @property
   def has_work(self) -> bool:
     """Whether a copy with steps in it exists."""
     return any(header.steps >= 1 for header in self.copies.values())
@@ -116,11 +121,16 @@ class Membership:
     self.live: dict[int, Member] = {}
 
   def returning(self, hello: Hello) -> Member | None:
-    """The member that claims its own id again, its connection being lost."""
+    """The member that claims its own id again, its connection being lost.
+
+    Or the answer to its claim: then it does not know its incarnation, but
+    nobody has ever spoken under that one.
+    """
     holder = self.live.get(hello.learner_id)
     if holder is None or holder.holder != hello.holder:
       return None
-    return holder if holder.incarnation == hello.previous else None
+    known = holder.incarnation == hello.previous
+    return holder if known or not holder.heard else None
 
   def claim(
     self, now: float, hello: Hello, reserved: Collection[int] = ()

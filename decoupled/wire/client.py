@@ -46,6 +46,7 @@ from decoupled.wire.stream import ControlStream, Outbox
 _LEAVE_S = 2.0
 _SHORTEST_S = 0.1
 _MOVED = object()
+_AGAIN_S = 0.2  # before a call whose answer was lost is made again
 _CHECK_S = 0.5  # a connection that is not there by then: is it TLS?
 _LOOK_S = 0.25  # how often a call that waits looks whether the syncer moved
 
@@ -182,7 +183,11 @@ class GrpcLearnerWire:
       raise Unreachable(said)
 
   def _call(self, method: Any, request: Any, deadline: float) -> Any:
-    """The answer to a call, None if the syncer has moved meanwhile."""
+    """The answer to a call; None where it is to be made again.
+
+    The syncer may have moved, or died, or the connection broke while it was
+    answering: the answer is lost then, not the run.
+    """
     call: Any = method.future(
       request,
       timeout=max(_SHORTEST_S, deadline - time.monotonic()),
@@ -192,6 +197,10 @@ class GrpcLearnerWire:
     try:
       reply = self._await(call, deadline + _SHORTEST_S)
     except grpc.RpcError as error:
+      broke = error.code() is grpc.StatusCode.UNAVAILABLE
+      if broke and time.monotonic() + _AGAIN_S < deadline:
+        time.sleep(_AGAIN_S)
+        return None
       raise failure(error, self._address, self._connect_s) from None
     finally:
       call.cancel()

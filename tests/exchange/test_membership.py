@@ -71,6 +71,18 @@ def test_a_lease_lapses_exactly_when_its_silence_is_over():
   assert members.lapsed(8.0) == [member]
 
 
+def test_who_never_heard_of_its_grant_may_ask_again():
+  """The connection broke between the grant and its arrival."""
+  members = Membership(LEASE_S, {})
+  claim(members)
+  assert claim(members, now=0.1).incarnation == 2
+  with pytest.raises(Refused, match="held by here:1"):
+    claim(members, now=0.2, holder="there:2")
+  members.live[0].clock_offset_s = 0.0  # it has spoken
+  with pytest.raises(Refused, match="held by here:1"):
+    claim(members, now=0.3)
+
+
 def test_the_holder_itself_comes_back_without_waiting_for_its_own_lease():
   """A reset connection that the syncer has not noticed yet."""
   members = Membership(LEASE_S, {})

@@ -9,47 +9,10 @@ import pytest
 
 from tests.matrix import invariants
 from tests.matrix.boots import LEARNERS, boot, chain
+from tests.matrix.points import LEARNER, ONCE, SYNCER
 from tests.run.processes import Processes
 
 pytestmark = pytest.mark.matrix
-
-CHECKPOINT = (
-  "checkpoint.begun",
-  "checkpoint.half_written",
-  "checkpoint.file",
-  "checkpoint.before_commit",
-  "checkpoint.committed",
-)
-LEARNER = (
-  "link.joined",
-  "link.before_report",
-  "link.after_report",
-  "link.extracting",
-  "link.landed",
-  "link.pull_received",
-  "link.staged",
-  "link.adopting",
-  "wire.half_sent",
-  "wire.half_received",
-  *CHECKPOINT,
-)
-SYNCER = (
-  "syncer.granted",
-  "syncer.report_received",
-  "syncer.half_received",
-  "syncer.received",
-  "syncer.half_sent",
-  "syncer.merging",
-  "syncer.merged",
-  "syncer.before_broadcast",
-  "syncer.renewing",
-  *CHECKPOINT,
-)
-# passed once at each connection: a cut first, and a start after each death
-ONCE = ("link.joined", "syncer.granted")
-# at the end of a run each point is passed once
-LEARNER_END = ("link.drained", "learner.finished")
-SYNCER_END = ("syncer.draining", "syncer.ended")
 
 
 @pytest.mark.timeout(1800)
@@ -82,8 +45,44 @@ def test_syncer(tmp_path: Path, processes: Processes, part: int) -> None:
       [point], ("cut", "kill", "stop"), 1 if point in ONCE else 3
     )
   ]
-  if part:
-    faults.append("syncer.restored:stop:1")  # passed after a kill
+  if part:  # what only a syncer passes that has died before
+    faults[2:2] = ["syncer.restored:kill:1", "syncer.restored:stop:1"]
   job = boot(tmp_path, processes, {"syncer": faults})
   invariants.ended_by_signal(job)
+  invariants.check(job)
+
+
+ROUNDS = 60
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+  "chains",
+  [
+    {
+      "learner/0": ["link.drained:kill:1"],
+      "learner/1": ["link.drained:cut:1"],
+      "syncer": ["syncer.ended:cut:1"],
+    },
+    {
+      "learner/0": ["learner.finished:kill:1"],
+      "learner/1": ["learner.finished:term:1"],
+      "learner/2": ["learner.finished:stop:1"],
+      "syncer": ["syncer.draining:stop:1", "syncer.ended:stop:1"],
+    },
+    {
+      "learner/0": ["link.drained:term:1"],
+      "learner/1": ["link.drained:stop:1"],
+      "learner/2": ["learner.finished:cut:1"],
+    },
+    {"syncer": ["syncer.draining:kill:1", "syncer.draining:cut:1"]},
+    {"syncer": ["syncer.ended:kill:1"]},
+  ],
+  ids=["drained", "finished", "leaving", "draining", "ended"],
+)
+def test_the_end(
+  tmp_path: Path, processes: Processes, chains: dict[str, list[str]]
+) -> None:
+  job = boot(tmp_path, processes, chains, ROUNDS)
+  invariants.ended_by_itself(job, ROUNDS)
   invariants.check(job)

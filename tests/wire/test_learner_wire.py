@@ -99,6 +99,24 @@ def test_a_second_claim_is_refused_naming_the_first(server, connect):
   assert caught.value.reason == "claimed"
 
 
+def test_a_hello_whose_answer_is_lost_is_said_again(server, connect):
+  grant, heard = server.rounds.hello, []
+
+  def cut_once(now, hello):
+    heard.append(hello)
+    if len(heard) == 1:
+      relay.cut()
+    server.rounds.members.clear()  # as the syncer does for the same holder
+    return grant(now, hello)
+
+  server.rounds.hello = cut_once
+  with Relay(server.address) as relay:
+    welcome = connect(relay.address, connect_s=fakes.LIMIT_S).hello(
+      fakes.hello()
+    )
+  assert welcome.incarnation == len(heard) == 2
+
+
 def test_another_protocol_is_refused_by_name(server, connect):
   with pytest.raises(Refused, match="wire protocol 2, this syncer 1") as caught:
     connect(server.address).hello(fakes.hello(protocol=2))
