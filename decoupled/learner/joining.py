@@ -20,7 +20,7 @@ from decoupled.launch.options import LearnerOptions
 from decoupled.types import Phase, RunContract
 from decoupled.wire import client, credentials, tls
 
-SEED = "run.seed"
+SEED, DIGEST = "run.seed", "Corpus.digest"
 _ORIGIN = "the run's syncer"
 
 
@@ -92,8 +92,22 @@ def adopt(
   return replaced(config, unset, _ORIGIN), options
 
 
+def check_corpus(run: RunContract, digest: str) -> None:
+  """Raises Refused where this machine's text is not the run's.
+
+  The syncer does so, too, when it is told; but compiling comes before that.
+  """
+  known = dict(run.lines).get(DIGEST, digest)
+  if known != digest:
+    raise Refused(
+      "contract",
+      f"{DIGEST} = {digest} here, but run {run.run_id} has {known}: this "
+      "machine's files are others; name the run's with Corpus.path",
+    )
+
+
 # Lines that a learner adds from what it has, not from its configuration.
-_ADDED = frozenset({"Corpus.digest", "Corpus.units"})
+_ADDED = frozenset({DIGEST, "Corpus.units"})
 
 
 def _parsed(name: str, text: str) -> Any:

@@ -39,7 +39,7 @@ from decoupled.link.link import Link, Patience
 from decoupled.models.task import LanguageModel
 from decoupled.observe.events import EventLog
 from decoupled.observe.metrics import Metrics, flop_utilisation
-from decoupled.types import Hello
+from decoupled.types import Hello, RunContract
 from decoupled.wire import client
 
 _LOG = logging.getLogger("decoupled.learner")
@@ -66,11 +66,12 @@ def run(config: Config, options: LearnerOptions) -> int:
 def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
   phases = Phases()
   wire: client.GrpcLearnerWire | None = None
+  asked: RunContract | None = None
   if not joining.complete(config, options):
     wire = joining.dial(config, options)
-    run_contract = wire.contract(joining.holder())
-    config, options = joining.adopt(config, options, run_contract)
-    _LOG.info("the contract of run %s is taken over", run_contract.run_id)
+    asked = wire.contract(joining.holder())
+    config, options = joining.adopt(config, options, asked)
+    _LOG.info("the contract of run %s is taken over", asked.run_id)
   seed = options.seed or 0
   if options.devices_per_host:
     allocator.keep_freed_memory()
@@ -80,6 +81,8 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
   mesh = meshes.make_mesh(config.mesh)
   meshes.check_batch(config.batch.sequences, config.local.microbatches, mesh)
   text = corpus_lib.load(config.corpus)
+  if asked is not None:
+    joining.check_corpus(asked, text.digest)
   rows = meshes.batch_sharding(mesh) if mesh.size > 1 else None
   task = LanguageModel(config.transformer, config.local.remat, rows)
   optimizer = make_optimizer(config.optimizer, task.tensor_specs())

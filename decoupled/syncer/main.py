@@ -33,7 +33,12 @@ from decoupled.syncer.rounds import Plan, Rounds
 from decoupled.syncer.service import Service, serve
 from decoupled.syncer.snapshots import Snapshots, go_on
 from decoupled.wire import credentials, tls
-from decoupled.wire.address import Address, parse, publish_address
+from decoupled.wire.address import (
+  Address,
+  parse,
+  publish_address,
+  reachable,
+)
 
 _LOG = logging.getLogger("decoupled.syncer")
 # Of the grace time; half as much goes into telling learners, the rest saves.
@@ -245,7 +250,7 @@ def _started(
 
   end.on_request = drain
   end.something_to_lose()
-  publish_address(options.workdir / "syncer.address", address)
+  publish_address(options.workdir / "syncer.address", reachable(address))
   affinity.release()
   _LOG.info("syncer listens at %s", address)
 

@@ -4,6 +4,7 @@ import dataclasses
 import ipaddress
 import os
 import pathlib
+import socket
 import tempfile
 
 from decoupled.errors import ConfigError
@@ -86,6 +87,19 @@ def _host(host: str, text: str) -> str:
   if any(c.isspace() or c in "/[]@" for c in host):
     raise ConfigError(f"address {text!r}: {host!r} is not a host: {_FORMS}")
   return host
+
+
+def reachable(address: Address) -> Address:
+  """How others dial a syncer that listens there.
+
+  One that listens at every address of its machine is dialled by the
+  machine's name.
+  """
+  try:
+    everywhere = ipaddress.ip_address(address.host).is_unspecified
+  except ValueError:
+    return address
+  return Address(socket.gethostname(), address.port) if everywhere else address
 
 
 def publish_address(path: str | os.PathLike[str], address: Address) -> None:

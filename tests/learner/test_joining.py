@@ -96,3 +96,10 @@ def test_who_brings_everything_asks_nobody(tmp_path):
   assert not joining.complete(config, OPTIONS)
   part = config_lib.resolve([], ["Exchange.H=48"])
   assert not joining.complete(part, dataclasses.replace(OPTIONS, seed=0))
+
+
+def test_another_corpus_is_named_before_anything_is_compiled():
+  joining.check_corpus(contract(), "abc")
+  joining.check_corpus(RunContract("run-1", Phase.WAITING, ()), "abc")
+  with pytest.raises(Refused, match=r"Corpus\.digest = def here.*has abc"):
+    joining.check_corpus(contract(), "def")

@@ -1,5 +1,7 @@
 """Addresses: forms, faults named, publication."""
 
+import socket
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,3 +87,14 @@ def test_publication_is_atomic_and_leaves_nothing_else(tmp_path):
   address.publish_address(path, Address("127.0.0.1", 1))
   assert address.published_address(path) == Address("127.0.0.1", 1)
   assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_who_listens_everywhere_is_dialled_by_name(host):
+  found = address.reachable(Address(host, 7077))
+  assert found == Address(socket.gethostname(), 7077)
+
+
+def test_any_other_address_is_dialled_as_it_is():
+  for host in ("127.0.0.1", "::1", "node7", "10.0.0.1"):
+    assert address.reachable(Address(host, 1)) == Address(host, 1)
