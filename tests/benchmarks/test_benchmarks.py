@@ -53,6 +53,14 @@ def test_exchange() -> None:
   assert said["rounds"] == 40
 
 
+def test_absence() -> None:
+  said = smoke("absence")
+  assert said["absence_in_H"] == 1
+  assert said["alone_steps"] >= 7
+  assert said["discarded_over_alone"] > 0
+  assert said["peak_after_return"] > 0
+
+
 @pytest.mark.parametrize(
   ("merged", "at_s", "rounds"),
   [
