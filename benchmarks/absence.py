@@ -17,13 +17,12 @@ each absence:
   alone_steps          inner steps that it did while it was away
   discarded_absence    tokens discarded on its return, and as a share of those
                        (max_unsynced_steps = 50 x H pauses it)
-  stale_merged         contributions merged after its return that held more
-                       steps than it had done since (0)
 """
 
 import argparse
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +53,6 @@ class Curve(NamedTuple):
   returned: int
   alone_steps: int
   discarded: float
-  stale: int
 
 
 class Validation:
@@ -100,32 +98,30 @@ def curve(
       lambda _, noise=noise: 1 + 0.05 * noise.uniform(-1, 1),
       tensors=program.task.tensor_specs(),
     )
-  away, losses, cut = job.learners[AWAY], {}, (0, 0)
-  returned = steps_then = 0
+  away, losses = job.learners[AWAY], {}
+  cut = returned = alone = 0
+
+  def closed(number: int) -> Callable[[], bool]:
+    return lambda: job.rounds.rounds_closed >= number
+
+  def is_back() -> bool:
+    return away.link.welcome.incarnation > 1
+
   for number in range(every, rounds, every):
-    job.run_until(lambda number=number: job.rounds.rounds_closed >= number)
+    reached = closed(number)
+    if cut and not returned:
+      job.run_until(lambda reached=reached: reached() or is_back())
+      if is_back():
+        returned, alone = job.rounds.rounds_closed, away.step - alone
+    job.run_until(reached)
     losses[job.rounds.rounds_closed] = validation(job)
-    if absence and not cut[0] and number >= warm:
-      cut = (number, away.step)
+    if absence and not cut and number >= warm:
+      cut, alone = number, away.step
       away.wire.partition()
       job.network.after(absence, away.wire.heal)
-    if cut[0] and not returned and away.link.welcome.incarnation > 1:
-      returned, steps_then = job.rounds.rounds_closed, away.step
-      seen = len(job.events.events)
   job.run()
-  stale = [
-    event
-    for event in (job.events.events[seen:] if returned else ())
-    if event["kind"] == "round"
-    and event["steps"].get(str(AWAY), 0) > away.step - steps_then + every
-  ]
-  return Curve(
-    losses,
-    returned,
-    steps_then - cut[1],
-    job.rounds.accounts.discarded.get("absence", 0.0),
-    len(stale),
-  )
+  lost = job.rounds.accounts.discarded.get("absence", 0.0)
+  return Curve(losses, returned, alone, lost)
 
 
 def line(
@@ -159,7 +155,6 @@ def line(
     "alone_steps": found.alone_steps,
     "discarded_absence": round(found.discarded),
     "discarded_over_alone": round(found.discarded / max(1, alone), 3),
-    "stale_merged": found.stale,
   }
 
 

@@ -32,6 +32,7 @@ def smoke_lines(name: str) -> list[dict[str, Any]]:
   return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.benchmark
 def test_inner_overhead() -> None:
   said = smoke("inner_overhead")
   assert said["ratio"] > 0
@@ -39,6 +40,7 @@ def test_inner_overhead() -> None:
   assert said["rounds_per_step"] > 0  # fragments really came and went
 
 
+@pytest.mark.benchmark
 def test_plain_equivalence() -> None:
   said = smoke("plain_equivalence")
   assert said["bit_identical_without_merges"] is True
@@ -48,6 +50,7 @@ def test_plain_equivalence() -> None:
   assert 0 < said["rounds"] < 24 * said["steps"] / 4
 
 
+@pytest.mark.benchmark
 def test_exchange() -> None:
   said = smoke("exchange")
   assert 0 < said["participation"] <= 1
@@ -56,6 +59,7 @@ def test_exchange() -> None:
   assert said["rounds"] == 40
 
 
+@pytest.mark.benchmark
 def test_recovery() -> None:
   said = smoke("recovery")
   assert said["source"] == "donor"
@@ -67,7 +71,7 @@ def test_recovery() -> None:
   )
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_checkpoint() -> None:
   said = smoke("checkpoint")
   assert said["ratio"] > 0
@@ -76,7 +80,7 @@ def test_checkpoint() -> None:
   assert len(said["learner_mb"]) >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.benchmark
 def test_kill_all() -> None:
   moment, whole = smoke_lines("kill_all")
   assert moment["at"] == "save"
@@ -122,6 +126,15 @@ def test_kill_all_sees_what_does_not_go_on(
   assert "it had been at 140" in learner(schedule_step=12)[1]
   assert "[1, 8], not [2, 0]" in learner(position=[1, 8])[0]
   assert "2.00 above" in learner(loss=5.0)[0]
+
+
+@pytest.mark.benchmark
+def test_absence() -> None:
+  said = smoke("absence")
+  assert said["absence_in_H"] == 1
+  assert said["alone_steps"] >= 7
+  assert said["discarded_over_alone"] > 0
+  assert said["peak_after_return"] > 0
 
 
 @pytest.mark.parametrize(
