@@ -48,7 +48,6 @@ from decoupled.learner.snapshots import Place, Snapshots, compile_copy
 from decoupled.observe.events import read
 
 BINDINGS = ("Exchange.H=24", "Exchange.P=24", "Exchange.quorum=1")
-EVERY = 20  # rounds, hence steps, between two snapshots of the syncer
 SETTLE_STEPS = 60
 
 
@@ -68,7 +67,9 @@ class Saving:
     ends: when steps ended.
   """
 
-  def __init__(self, learner: live.Learner, store: Path, syncer: int):
+  def __init__(
+    self, learner: live.Learner, store: Path, syncer: int, every: int
+  ):
     self.windows: list[Window] = []
     self.memory: list[tuple[float, float]] = []
     self.ends: list[float] = []
@@ -82,7 +83,7 @@ class Saving:
     self._copy = compile_copy(specs)
     self.snapshots = Snapshots(
       Place(str(store), 0, learner.link.welcome.run_id),
-      Checkpoint(every_rounds=EVERY + 1, least_s=0.0),
+      Checkpoint(every_rounds=every + 1, least_s=0.0),
       1.0,
       self._begin,
       self,
@@ -182,15 +183,18 @@ def measured(saving: Saving, syncers: list[Window]) -> dict[str, Any]:
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__)
   parser.add_argument("--snapshots", type=int, default=50)
+  parser.add_argument(
+    "--every", type=int, default=20, help="steps between two snapshots"
+  )
   parser.add_argument("--sequences", type=int, default=28)
   parser.add_argument("--smoke", action="store_true", help="seconds, no result")
   args = parser.parse_args()
   if args.smoke:
-    args.snapshots, args.sequences = 6, 4
+    args.snapshots, args.sequences, args.every = 6, 4, 60
   bindings = [
     *BINDINGS,
     f"Batch.sequences={args.sequences}",
-    f"Checkpoint.every_rounds={EVERY}",
+    f"Checkpoint.every_rounds={args.every}",
     "Checkpoint.least_s=0",
   ]
   program = live.compiled(configs.resolve([], bindings))
@@ -202,8 +206,8 @@ def main() -> None:
       live.syncer(folder, bindings, more=more) as syncer,
       live.learner(program, folder) as learner,
     ):
-      saving = Saving(learner, folder / "checkpoints", syncer)
-      count = SETTLE_STEPS + args.snapshots * (EVERY + 1)
+      saving = Saving(learner, folder / "checkpoints", syncer, args.every)
+      count = SETTLE_STEPS + args.snapshots * (args.every + 1)
       learner.train(count, after_step=saving.after_step)
       saving.snapshots.finish()
     jobs.say(measured(saving, of_syncer(folder, started_at)))

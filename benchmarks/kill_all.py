@@ -54,7 +54,7 @@ KINDS = ("training", "save", "boot", "drain")
 LEARNERS = 2
 INTERVAL = 25  # rounds between two snapshots
 ENDLESS = 1_000_000
-LIMIT_S = 300.0  # for anything that a run has to do
+LIMIT_S = 600.0  # for anything that a run has to do
 GONE_S = 5.0
 LOSS_ABOVE = 0.6
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,9 +157,19 @@ class Run:
         os.kill(pid, signal.SIGKILL)
     return time.monotonic() - began
 
-  def wait(self) -> int:
-    """Its status, once it has ended by itself."""
-    return self._process.wait(LIMIT_S)
+  def wait(self) -> list[str]:
+    """What was wrong when it had ended by itself, or had not."""
+    try:
+      status = self._process.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+      self.kill()
+      return [f"it did not end within {LIMIT_S:g} s"]
+    finally:
+      self._out.close()
+    report = json.loads((self.workdir / "report.json").read_text())
+    if (status, report["status"]) == (0, "completed"):
+      return []
+    return [f"status {status}, {report['status']}: {report['exit_reason']}"]
 
 
 def living(workdir: Path) -> list[int]:
@@ -360,14 +370,10 @@ def reached(workdir: Path) -> int:
 def ends(run: Run, pending: list[Facts]) -> Iterator[dict[str, Any]]:
   """The lines of what is pending, by a run that has to end in order."""
   began = time.monotonic()
-  status = run.wait()
-  report = json.loads((run.workdir / "report.json").read_text())
+  wrong = run.wait()
   for fact in pending:
     line = check(fact, run)
-    if (status, report["status"]) != (0, "completed"):
-      line["problems"].append(
-        f"status {status}, {report['status']}: {report['exit_reason']}"
-      )
+    line["problems"] += wrong
     yield {**line, "ended_s": round(time.monotonic() - began, 1)}
 
 
@@ -391,9 +397,14 @@ def main() -> int:
   folder = Path(tempfile.mkdtemp(prefix="decoupled-bench-"))
   (folder / "job").mkdir()
   lines = []
-  for line in measure(moments, folder / "job"):
-    jobs.say(line)
-    lines.append(line)
+  try:
+    for line in measure(moments, folder / "job"):
+      jobs.say(line)
+      lines.append(line)
+  finally:
+    for pid in living(folder):
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
   good = [line for line in lines if not line["problems"]]
   jobs.say(
     {

@@ -62,7 +62,8 @@ class Recording:
     self._rounds, self._term = rounds, rounds.term
     if restored is not None:
       assert rounds.model is not None
-      arrays = state_of(rounds.model) if self._tape.empty else {}
+      reached = self._tape.has(restored.value.term)
+      arrays = {} if reached else state_of(rounds.model)
       self._begin(rounds, origin(restored.value, restored.path), arrays)
 
   def emit(self, kind: str, **fields: object) -> None:

@@ -151,14 +151,20 @@ class _Replay:
   def finish(self) -> Replayed:
     done = self._done
     if done.newest not in self._compared:
-      end = self._files[max(self._files)].get("end")
-      why = tape.read_end(end) if end else "its last files are missing"
       done.problems.append(
         f"the recording does not reach {done.newest.path}, of term "
-        f"{done.newest.term} and round {done.newest.rounds}: "
-        + (why or "it was made without --tape")
+        f"{done.newest.term} and round {done.newest.rounds}: {self._why()}"
       )
     return done
+
+  def _why(self) -> str:
+    """Why the newest snapshot was not reached, as far as files can tell."""
+    newest = self._files.get(self._done.newest.term)
+    if newest is None:
+      return f"term {self._done.newest.term} was not recorded (no --tape)"
+    end = newest.get("end")
+    said = tape.read_end(end) if end is not None else ""
+    return said or "what came last is missing"
 
   # --- one term ---------------------------------------------------------------
 
@@ -276,18 +282,9 @@ class _Replay:
     held = self._held.get((p, version))
     if held is not None:
       return held.arrays, outer_lib.state_arrays(held.outer_state)
-    if arrays:
+    if arrays:  # the earlier term was not recorded
       return recording.state_from(arrays, p)
-    if restored["term"] in self._files:
-      return None  # it should have been reached
-    note = f"term {restored['term']} was not recorded: taken from the snapshot"
-    try:
-      snapshot = syncer_store.read(restored["path"])
-    except Damaged:
-      return None
-    if note not in self._done.notes:
-      self._done.notes.append(note)
-    return snapshot.fragments[p], snapshot.outer[p]
+    return None
 
   def _merge(self, done: Term) -> None:
     """Every recorded round of a term, in order."""

@@ -37,7 +37,6 @@ class Tape:
 
   Attributes:
     why: why it has stopped, "" while it goes on.
-    empty: nothing was recorded before.
   """
 
   def __init__(self, folder: Path, limit_bytes: int = 1 << 30):
@@ -48,8 +47,12 @@ class Tape:
     for torn in folder.glob(".*"):  # of a process that was killed
       torn.unlink(missing_ok=True)
     sizes = [path.stat().st_size for path in folder.glob("*.npz")]
-    self.empty = not sizes
     self._left = limit_bytes - sum(sizes)
+
+  def has(self, term: int) -> bool:
+    """Whether that term was recorded, to its end or to its holder's death."""
+    names = files(self._folder).get(term, {})
+    return "start" in names and not ("end" in names and read_end(names["end"]))
 
   def record(self, job: MergeJob) -> None:
     """Appends one finished job; never raises."""

@@ -19,12 +19,12 @@ def smoke(name: str) -> dict[str, Any]:
   return line
 
 
-def smoke_lines(name: str) -> list[dict[str, Any]]:
+def smoke_lines(name: str, limit_s: float = 240) -> list[dict[str, Any]]:
   done = subprocess.run(
     [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--smoke"],
     capture_output=True,
     text=True,
-    timeout=240,
+    timeout=limit_s,
     env=environment(),
     check=False,
   )
@@ -76,13 +76,14 @@ def test_checkpoint() -> None:
   said = smoke("checkpoint")
   assert said["ratio"] > 0
   assert 0 < said["in_flight"] < 1
-  assert min(said["snapshots"]) >= 4
+  assert min(said["snapshots"]) >= 2
   assert len(said["learner_mb"]) >= 5
 
 
 @pytest.mark.benchmark
+@pytest.mark.timeout(600)
 def test_kill_all() -> None:
-  moment, whole = smoke_lines("kill_all")
+  moment, whole = smoke_lines("kill_all", 500)
   assert moment["at"] == "save"
   assert moment["problems"] == []
   assert moment["round"] > 0

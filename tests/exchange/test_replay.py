@@ -216,6 +216,26 @@ def test_a_recording_may_begin_in_the_middle_of_a_run(tmp_path):
   assert done.problems == []
   assert [t.term for t in done.terms] == [2]
   assert done.terms[0].began == "round 10 of term 1"
+  # and one that goes on without it does not count
+  syncer_returns(made, syncer_dies(made), tmp_path / "store")
+  saving(made, tmp_path / "store").save()
+  *_, said = replayed(made, tmp_path).problems
+  assert "term 3 was not recorded" in said
+
+
+def test_a_term_may_be_missing_between_two(tmp_path):
+  made, recording = job(tmp_path)
+  after(made, 15)
+  recording.flush()
+  made.run_until(lambda: not any(r.merging for r in made.rounds._open.values()))
+  syncer_returns(made, syncer_dies(made), tmp_path / "store")
+  saving(made, tmp_path / "store", every_rounds=10)  # and no --tape
+  after(made, 25)
+  recording = killed(made, recording, tmp_path)
+  ends(made, recording, tmp_path)
+  done = replayed(made, tmp_path)
+  assert done.problems == []
+  assert [t.began for t in done.terms] == ["version 0", "round 20 of term 2"]
 
 
 def test_a_syncer_that_saved_nothing_is_succeeded_from_its_learners(tmp_path):
