@@ -69,8 +69,9 @@ POINTS: Mapping[str, str] = {
   "checkpoint.file": "One file of a snapshot is on disk and hashed.",
   "checkpoint.before_commit": "All is written but the marker's name.",
   "checkpoint.committed": "It is committed; older ones are not dropped yet.",
-  "donor.donating": "A part of the optimizer state has gone out.",
+  "donor.donating": "The head of an optimizer state has gone to a joiner.",
   "donor.receiving": "A part of a donor's optimizer state is here.",
+  "syncer.relaying": "A part of an optimizer state is to be passed on.",
 }
 
 # kill, term: SIGKILL, SIGTERM to the own process. stop: SIGSTOP, and SIGCONT

@@ -16,7 +16,7 @@ from decoupled.errors import ConfigError
 
 ROOT = Path(__file__).parents[2] / "decoupled"
 # hooks of what donates and receives come with it
-_UNPLACED = {"donor.donating", "donor.receiving"}
+_UNPLACED = {"donor.donating", "donor.receiving", "syncer.relaying"}
 
 
 @pytest.fixture

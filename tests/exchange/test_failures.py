@@ -6,8 +6,10 @@ import pytest
 
 from decoupled.algorithm.policy import Exchange
 from decoupled.errors import Refused
+from decoupled.link import tree, workers
+from decoupled.link.link import Link
 from decoupled.syncer.settings import Limits
-from decoupled.types import Phase
+from decoupled.types import Hello, Phase
 from tests.exchange import jobs, toy
 
 H8 = Exchange(H=8, P=8)
@@ -290,3 +292,23 @@ def test_a_higher_term_wins_over_what_learners_hold():
   assert second.learners[0].trainer.schedule_steps[0] == 24
   assert second.learners[0].link.welcome.position == (0, 30)
   assert second.learners[0].losses[0] < 0.5 * first.learners[0].losses[0]
+
+
+def test_work_that_the_goodbye_cuts_short_is_no_fault(caplog):
+  """A transfer that begins while the wire is closed raises what gRPC likes."""
+  made = jobs.job(H8, learners=0, rounds=8)
+  params = toy.Toy(0).params
+  told = {}
+
+  def worker(name, handler, on_error):
+    told[name] = on_error
+    return workers.Inline(handler)
+
+  hello = Hello(0, "here:1", "", tree.tensor_specs(params, toy.roles))
+  link = Link(made.network.wire(), params, hello, worker=worker)
+  told["link-fetcher"](ValueError("Channel closed!"))
+  assert "background task failed" in caplog.text
+  caplog.clear()
+  link.close()
+  told["link-fetcher"](ValueError("Channel closed!"))
+  assert "background task failed" not in caplog.text

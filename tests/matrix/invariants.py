@@ -47,6 +47,11 @@ def exits_are_true(job: Ended) -> None:
     if how is not None:
       ends[said["role"], said["pid"]] = how
   suffered = collections.Counter((role, how) for (role, _), how in ends.items())
+  suffered.update(  # by a plan of the job's own
+    (e["target"], "SIGKILL")
+    for e in job.of("fault")
+    if e["action"] == "kill" and "error" not in e
+  )
   seen = collections.Counter(
     (e["role"], e["signal"] or e["code"])
     for e in job.of("exit")
