@@ -120,12 +120,11 @@ def run(config: Config, options: LearnerOptions) -> int:
     claims,
     config.batch.sequences,
     learner=welcome.learner_id,
-    position=welcome.position,
   )
   done = loop.Trained(
     state=state,
     schedule_step=max(link.common_step, meta.get("schedule_step", 0)),
-    position=welcome.position,
+    position=batches.position,
   )
   _say_ready(options, link, restored is not None, compiles)
   affinity.release()
