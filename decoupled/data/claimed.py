@@ -45,7 +45,8 @@ class Claims:
   Attributes:
     wants: how many unfinished units to hold.
     unclaimed: units begun without a claim.
-    exhausted: nothing is left to train on, as far as is known.
+    ended: nobody can claim more, as far as is known.
+    exhausted: nor is anything left of what was claimed.
   """
 
   def __init__(self, unit_windows: int, sequences: int):
@@ -59,7 +60,7 @@ class Claims:
     self._taken: list[Claim] = []  # begun, or about to be, in their order
     self._done: list[int] = []  # finished, and still listed by the syncer
     self._lately: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
-    self._ended = False
+    self.ended = False
     self._said = False
 
   # --- for the link -----------------------------------------------------------
@@ -75,7 +76,7 @@ class Claims:
       self._done = [place for place in self._done if place in listed]
       mine = {*self._done, *(claim.place for claim in self._taken)}
       self._waiting = [claim for claim in claims if claim.place not in mine]
-      self._ended = ended
+      self.ended = ended
       self._look()
       self._changed.notify_all()
 
@@ -97,6 +98,8 @@ class Claims:
     if place not in places:
       return
     at = places.index(place)
+    if offset <= self._taken[at].offset:
+      return  # no news: the loop has not come so far yet
     used = self._taken[:at]
     now, rest = self._taken[at], self._taken[at + 1 :]
     if offset >= self._unit_windows:
@@ -108,7 +111,7 @@ class Claims:
     self._taken = rest
 
   def _look(self) -> None:
-    self.exhausted = self._ended and not self._waiting
+    self.exhausted = self.ended and not self._waiting
 
   # --- for the thread that reads ahead --------------------------------------
 
@@ -121,7 +124,7 @@ class Claims:
     """
     with self._changed:
       while not self._waiting:
-        if self._ended or not may_wait():
+        if self.ended or not may_wait():
           return None
         self._changed.wait(_POLL_S)
       claim = self._waiting.pop(0)
@@ -157,7 +160,6 @@ class ClaimedBatches(ReadAhead):
     claims: where units come from.
     sequences: sequences per step over all hosts of the learner.
     learner: id, for its own shuffle and for messages.
-    position: of the last batch before this process, for the record.
     host: rank of this host, which gets its share of each batch.
     hosts: number of hosts of the learner.
     prefetch: batches held ready.
@@ -176,14 +178,13 @@ class ClaimedBatches(ReadAhead):
     sequences: int,
     *,
     learner: int = 0,
-    position: Position = (0, 0),
     host: int = 0,
     hosts: int = 1,
     prefetch: int = 4,
     stall_s: float = 60.0,
     first_s: float = _FIRST_S,
   ):
-    super().__init__(f"learner {learner}", position, prefetch, stall_s)
+    super().__init__(f"learner {learner}", (0, 0), prefetch, stall_s)
     if sequences % hosts:
       raise ConfigError(
         f"Batch.sequences = {sequences} cannot be divided among {hosts} hosts"
@@ -194,13 +195,14 @@ class ClaimedBatches(ReadAhead):
     self._mine = slice(host * share, (host + 1) * share)
     self._window = np.arange(order.context + 1)
     self._wait_until = time.monotonic() + first_s
-    self._last = position  # of what has been read
+    self._at_end = False
+    self._last = (0, 0)  # where reading ahead is
     self._thread.start()
 
   @property
   def exhausted(self) -> bool:
-    """Whether the data is at its end."""
-    return self._claims.exhausted
+    """Whether the data is at its end; asked after a batch that was None."""
+    return self._at_end and self._ready.empty()
 
   def _items(self) -> Iterator[Item | None]:
     pieces = self._pieces()
@@ -223,12 +225,15 @@ class ClaimedBatches(ReadAhead):
     room = self._sequences
     while not self._closed.is_set():
       claim = self._claims.take(self._may_wait)
-      if claim is None and self._claims.exhausted:
-        yield None
+      if claim is None and self._claims.ended:
+        if self._claims.exhausted:
+          self._at_end = True
+          yield None
         room = self._sequences
         while self._claims.exhausted and not self._closed.is_set():
           self._claims.wait(_POLL_S)
         continue
+      self._at_end = False
       if self._closed.is_set():
         return
       self._wait_until = 0.0  # from now on nobody waits

@@ -147,12 +147,11 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
     claims,
     config.batch.sequences,
     learner=welcome.learner_id,
-    position=welcome.position,
   )
   done = loop.Trained(
     state=state,
     schedule_step=max(link.common_step, origin.saved.get("schedule_step", 0)),
-    position=welcome.position,
+    position=batches.position,
   )
   _say_ready(options, link, origin, phases, compiles)
   affinity.release()

@@ -635,6 +635,9 @@ class Link:
     if progress.incarnation != session.incarnation:
       return  # counters of a lost connection; the next boundary has new ones
     self._copies.drop_older(session.term, progress.versions)
+    # while it joins, the position is that of its predecessor
+    joining = progress.stage is Stage.JOINING
+    claims = self._claims.held((0, 0) if joining else progress.position)
     ends = []
     while self._boundary.step_ends:
       ends.append(self._boundary.step_ends.popleft())
@@ -659,7 +662,7 @@ class Link:
         sent_at_s=self._clock.now(),
         step_ends_s=tuple(ends),
         loss=progress.loss,
-        claims=self._claims.held(progress.position),
+        claims=claims,
         wants=self._claims.wants,
         unclaimed=self._claims.unclaimed,
         tokens_before=progress.tokens_before,

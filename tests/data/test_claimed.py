@@ -7,6 +7,7 @@ from decoupled.data.claimed import ClaimedBatches, Claims
 from decoupled.data.pipeline import Order
 from decoupled.errors import ConfigError
 from decoupled.types import Claim
+from tests.run.processes import until
 
 CONTEXT = 4
 UNIT = 8  # sequences
@@ -70,6 +71,13 @@ def test_what_is_reported_follows_the_loop_and_not_the_reading_ahead():
     )  # fmt: skip
 
 
+def test_a_position_that_is_no_news_finishes_nothing():
+  claims = given(Claim(5), Claim(7, 3))
+  taken = [claims.take(lambda: False) for _ in range(2)]
+  assert claims.held((0, 0)) == claims.held((7, 3)) == tuple(taken)
+  assert claims.held((7, 4)) == (Claim(5, UNIT, True), Claim(7, 4))
+
+
 def test_units_that_are_somebody_elses_by_now_are_given_up_unless_begun():
   claims = given(Claim(3), Claim(7))
   assert claims.take(lambda: False) == Claim(3)
@@ -131,9 +139,13 @@ def test_the_end_of_the_data_is_said_and_may_be_taken_back():
     assert data.exhausted
     # somebody died: one of its units is handed out again
     claims.word((Claim(2, 2),), True)
+    until(lambda: not data.exhausted)  # and stays so, though it is read by now
+    until(lambda: data._ready.qsize() == 2)
+    assert not data.exhausted
     again = next(data)
     np.testing.assert_array_equal(again.rows, rows_of(2, 2))
     assert next(data) is None
+    assert data.exhausted
   assert claims.unclaimed == 0
 
 

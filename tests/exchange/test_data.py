@@ -45,7 +45,7 @@ class Reader(Claims):
       if self._unit is None:
         claim = self.take(lambda: False)
         if claim is None:
-          if not self._ended:
+          if not self.ended:
             self.go_without("learner")
           return
         self._unit = [claim.place, claim.offset]
@@ -172,6 +172,23 @@ def test_a_death_repeats_one_unit_at_most(fault):
   figures = new.check(most_repeated=2)
   assert figures["units_repeated"] >= 1
   assert jobs.cadence(new.made, 0)
+
+
+def test_a_restart_does_not_speak_of_where_its_predecessor_was():
+  """Else it would have finished what it has not begun."""
+  new = job(learners=1)
+  new.after(40)
+  new.made.kill(0)
+  new.add(0, delay_s=1.0)
+  learner, said = new.made.learners[0], []
+  held = learner.data.held
+  learner.data.held = lambda position: said.append(position) or held(position)
+  new.made.run_until(lambda: learner.step >= 1)
+  assert learner.link.welcome.position > (0, 0)
+  assert said
+  assert set(said) == {(0, 0)}
+  new.end()
+  new.check(most_repeated=1)
 
 
 def test_a_learner_that_leaves_repeats_nothing():
