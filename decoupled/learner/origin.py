@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decoupled import faults
 from decoupled.checkpoint import learner_store
 from decoupled.errors import Refused, Unreachable
 from decoupled.learner.donor import leaves_of
@@ -155,6 +156,7 @@ class Search:
           "not_finite",
           f"{leaf} of learner {header.donor} has values that are not finite",
         )
+      faults.reached("donor.receiving")
       placed.append(jax.device_put(array, spec.sharding))
     next(arrays, None)  # nothing may follow
     return Origin(

@@ -130,7 +130,8 @@ class Membership:
     if holder is None or holder.holder != hello.holder:
       return None
     known = holder.incarnation == hello.previous
-    return holder if known or not holder.heard else None
+    unheard = not holder.heard and hello.previous < holder.incarnation
+    return holder if known or unheard else None
 
   def claim(
     self, now: float, hello: Hello, reserved: Collection[int] = ()

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import grpc.aio
 
+from decoupled import faults
 from decoupled.errors import Refused
 from decoupled.syncer.control import Traffic, refuse
 from decoupled.syncer.donors import Donation
@@ -123,6 +124,7 @@ class Relay(pb_grpc.DonationsServicer):
       checked.add(data.data, data.crc32)
       self._traffic.bytes_up += len(data.data)
       self._moved(header, len(data.data))
+      faults.reached("syncer.relaying")
       await pipe.put(part)
     states.check_size(header, checked.size)
 

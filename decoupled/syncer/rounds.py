@@ -214,6 +214,7 @@ class Rounds:
     self._drain_by = math.inf
     self._ends_by = math.inf
     self._owed: dict[int, float] = {}
+    self._away: dict[int, float] = {}  # lost in the drain: waited for until
     self._opened_at: dict[Version, float] = {}
     self._adopted_after: dict[int, list[float]] = {}
     self._step_ends: dict[int, list[float]] = {}
@@ -302,7 +303,7 @@ class Rounds:
         f"{hello.holder} belongs to run {hello.run_id}, this syncer serves "
         f"run {self._plan.run_id}: check --syncer_address",
       )
-    if self.phase in (Phase.DRAINING, Phase.ENDED):
+    if not self._open_to(hello):
       raise Refused("ended", f"run {self._plan.run_id} is ending; nobody joins")
     self._check_contract(hello)
     if self.model is None:
@@ -318,6 +319,9 @@ class Rounds:
     self.units.joined(now, member, hello, self.contract)
     self._forget_copies(member.learner_id)
     self._owed.pop(member.learner_id, None)
+    if self.phase is Phase.DRAINING:
+      self._away.pop(member.learner_id, None)
+      member.stepped = True  # the drain waits for its last steps
     if self._started_at is None:
       self._started_at = now
     self.fullest = max(self.fullest, len(self.membership.live))
@@ -344,6 +348,12 @@ class Rounds:
       position=self.positions.get(member.learner_id, (0, 0)),
       has_history=self.has_history,
     )
+
+  def _open_to(self, hello: Hello) -> bool:
+    """A run that ends is still open to who has only lost its connection."""
+    if self.phase is Phase.DRAINING:
+      return hello.previous > 0
+    return self.phase is not Phase.ENDED
 
   def _check_contract(self, hello: Hello) -> None:
     for key, value in hello.contract:
@@ -389,6 +399,8 @@ class Rounds:
     if member is None or member.incarnation != incarnation:
       return
     self._remove(now, member, "closed", why)
+    if self.phase is Phase.DRAINING:
+      self._away[learner_id] = now + self._limits.lease_s
     self._advance(now)
 
   def leave(
@@ -741,7 +753,7 @@ class Rounds:
       for m in self.membership.members()
       if not m.stepped
     ]
-    times += self._owed.values()
+    times += [*self._owed.values(), *self._away.values()]
     if self.phase is Phase.WAITING and self._started_at is not None:
       times.append(self._started_at + self._limits.start_s)
     if self.phase is Phase.TRAINING:
@@ -1124,6 +1136,7 @@ class Rounds:
         for m in members
         if m.report is None or m.report.versions != versions
       ]
+      behind += sorted(i for i, until in self._away.items() if until > now)
       self._note = "waiting for learners " + ", ".join(map(str, behind))
       if not behind or now >= self._ends_by:
         self._enter(Phase.ENDED, self.drain_why)
@@ -1164,6 +1177,8 @@ class Rounds:
     members = self._training()
     received = self._contributions(r)
     if now < self._drain_by:
+      if any(until > now for until in self._away.values()):
+        return
       for m in members:
         header = m.copies.get(r.version)
         if not m.drained or header is None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from decoupled import faults
 from decoupled.errors import Refused
 from decoupled.types import Leaf, StateHeader
 from decoupled.wire import chunks, messages
@@ -57,6 +58,7 @@ def outgoing(
 ) -> Iterator[pb.StateChunk]:
   """The stream of a state; `arrays` are asked for one at a time."""
   yield messages.state_header_to(header)
+  faults.reached("donor.donating")
   for piece in chunks.split(arrays, CHUNK_BYTES):
     data = fragments_pb.Data(crc32=piece.crc32, data=piece.data)
     yield pb.StateChunk(data=data)

@@ -252,6 +252,35 @@ def test_a_drain_does_not_wait_for_the_frozen(frozen):
   assert len([e for e in made.events.of("round") if not e["counted"]]) == 8
 
 
+@pytest.mark.parametrize("lost", [(1,), (0, 1, 2)])
+def test_a_connection_that_breaks_in_the_drain_costs_no_last_steps(lost):
+  made = jobs.job(H8, learners=3, rounds=24)
+  made.run_until(lambda: made.rounds.phase is Phase.DRAINING)
+  for learner in lost:
+    made.learners[learner].wire.partition()
+  made.network.after(2.0, lambda: [made.learners[i].wire.heal() for i in lost])
+  made.run(1000)
+  jobs.check_ended(made)
+  assert all(not x.link._over for x in made.learners.values())
+  drained = [e for e in made.events.of("round") if not e["counted"]]
+  # overwriting leaves a learner with steps in every fragment but the newest
+  assert all(set(e["participants"]) >= set(lost) for e in drained[1:])
+
+
+def test_a_drain_waits_a_lease_for_the_dead_and_for_no_newcomer():
+  made = jobs.job(H8, learners=3, rounds=24)
+  made.run_until(lambda: made.rounds.phase is Phase.DRAINING)
+  at = made.clock.now()
+  made.kill(1)
+  with pytest.raises(Refused, match="nobody joins"):
+    made.network.wire().hello(
+      Hello(3, "there:9", "", made.rounds.manifest.tensors)
+    )
+  made.run(1000)
+  jobs.check_ended(made)
+  assert made.clock.now() - at < Limits().lease_s + 1
+
+
 def test_rounds_of_a_drain_without_work_close_unchanged():
   made = jobs.job(H8, learners=2, rounds=40)
   after(made, 20)
