@@ -3,7 +3,8 @@
 `ledger` knows no time. Here a learner that lost its connection keeps its units
 for a lease, in which it may be back; those of a snapshot are kept until the
 restarts that are owed have had their time. A syncer that has just taken over
-hands nothing new out for a lease: learners first say what they hold.
+hands nothing new out before all whose units it knows have said what they hold,
+for a lease at most.
 """
 
 import math
@@ -36,6 +37,7 @@ class Units:
     self._limits = limits
     self._takes_over = takes_over
     self._settles_at: float | None = None
+    self._unheard: set[int] = set()
     self._away: dict[int, float] = {}  # until when their units are kept
     self._told: dict[int, object] = {}
     self._unclaimed: dict[int, int] = {}
@@ -80,7 +82,8 @@ class Units:
     if self._settles_at is None:
       settling_s = self._limits.lease_s if self._takes_over else 0.0
       self._settles_at = now + settling_s
-      for learner in self.ledger.holders():
+      self._unheard = set(self.ledger.holders())
+      for learner in self._unheard:
         self._away.setdefault(learner, now + self._limits.restart_s)
     learner = member.learner_id
     same = hello.previous > 0
@@ -111,6 +114,10 @@ class Units:
     for learner in [i for i, until in self._away.items() if now >= until]:
       del self._away[learner]
       self.ledger.release(learner)
+    if report.learner_id in self._unheard:
+      self._unheard.remove(report.learner_id)
+      if not self._unheard:  # all that are known have said what they hold
+        self._settles_at = now
     settled = self._settles_at is not None and now >= self._settles_at
     self.ledger.report(
       report.learner_id,
