@@ -15,7 +15,8 @@ from typing import Protocol
 
 from decoupled.clock import ManualClock
 from decoupled.errors import Refused, Unreachable
-from decoupled.syncer.rounds import MergeJob, Rounds
+from decoupled.syncer.merging import MergeJob
+from decoupled.syncer.rounds import Rounds
 from decoupled.types import (
   Announcement,
   Arrays,

@@ -19,8 +19,9 @@ import numpy as np
 from decoupled.algorithm import outer as outer_lib
 from decoupled.checkpoint.commit import Restored
 from decoupled.checkpoint.syncer_store import GlobalSnapshot
+from decoupled.syncer.merging import MergeJob
 from decoupled.syncer.model import GlobalModel
-from decoupled.syncer.rounds import MergeJob, Rounds
+from decoupled.syncer.rounds import Rounds
 from decoupled.syncer.tape import Tape
 from decoupled.types import Arrays
 

@@ -34,8 +34,10 @@ from decoupled.syncer import checks
 from decoupled.syncer.accounts import Accounts
 from decoupled.syncer.donors import Donors
 from decoupled.syncer.membership import Member, Membership
-from decoupled.syncer.model import GlobalFragment, GlobalModel
+from decoupled.syncer.merging import MergeJob, Round
+from decoupled.syncer.model import GlobalModel
 from decoupled.syncer.settings import Limits
+from decoupled.syncer.step_log import StepLog
 from decoupled.syncer.units import Units
 from decoupled.types import (
   NO_VERSION,
@@ -50,7 +52,6 @@ from decoupled.types import (
   Hello,
   Manifest,
   MergedFragment,
-  OpenRound,
   Phase,
   Report,
   TensorSpec,
@@ -58,9 +59,6 @@ from decoupled.types import (
   Welcome,
 )
 from decoupled.wire.codecs import Payload
-
-_STEPS_EVENT_S = 1.0  # step ends are logged in batches of about a second
-_STEP_ENDS_HELD = 4096  # per learner between two such events
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,75 +78,6 @@ class Plan:
   rounds: int = 0
   tokens: int = 0
   contract: tuple[tuple[str, str], ...] = ()
-
-
-@dataclasses.dataclass
-class Round:
-  """An open round.
-
-  Attributes:
-    version: what closing it writes.
-    fragment: which it visits.
-    base: version of the fragment when it opened.
-    opened: when.
-    counted: False for the rounds of the drain.
-    fresh: per learner when its first fresh report came.
-    merging: its job has been handed out.
-    decided: the last decision and what it was based on.
-  """
-
-  version: Version
-  fragment: int
-  base: Version
-  opened: float
-  counted: bool
-  fresh: dict[int, float] = dataclasses.field(default_factory=dict)
-  merging: bool = False
-  decided: tuple[object, quorum.Decision] | None = None
-
-  def announced(self) -> OpenRound:
-    return OpenRound(self.version, self.fragment, self.base)
-
-
-@dataclasses.dataclass
-class MergeJob:
-  """CPU work for one round; `run` touches nothing but this object.
-
-  Attributes:
-    spoilt: contributions that were finite, but whose merge was not; the round
-      then closes unchanged.
-    result: the successor of the fragment, after `run`.
-  """
-
-  model: GlobalModel
-  round: Round
-  contributions: tuple[Contribution, ...]
-  weights: tuple[float, ...]
-  rate_scale: float
-  common_step: int
-  decision: quorum.Decision
-  alive: tuple[int, ...]
-  closed_at: float
-  spoilt: tuple[Contribution, ...] = ()
-  result: GlobalFragment | None = None
-
-  def run(self) -> None:
-    self.result = self._merged()
-    if not checks.all_finite((*self.result.arrays, *self.result.published)):
-      self.spoilt, self.contributions = self.contributions, ()
-      self.weights = ()
-      self.result = self._merged()
-
-  def _merged(self) -> GlobalFragment:
-    return self.model.merged(
-      self.round.fragment,
-      self.round.version,
-      self.contributions,
-      self.weights,
-      self.rate_scale,
-      self.common_step,
-      restored=not self.round.counted,
-    )
 
 
 class Rounds:
@@ -215,10 +144,7 @@ class Rounds:
     self._ends_by = math.inf
     self._owed: dict[int, float] = {}
     self._away: dict[int, float] = {}  # lost in the drain: waited for until
-    self._opened_at: dict[Version, float] = {}
-    self._adopted_after: dict[int, list[float]] = {}
-    self._step_ends: dict[int, list[float]] = {}
-    self._steps_logged: dict[int, tuple[float, int]] = {}
+    self._step_log = StepLog(events, self._t, opened_held=4 * exchange.P)
     self._note = ""
     self._floor_of: tuple[tuple[float, ...], float | None] = ((), None)
     self.units = Units(events, limits, takes_over=term > 1)
@@ -419,7 +345,7 @@ class Rounds:
   def _remove(self, now: float, member: Member, why: str, detail: str) -> None:
     if self.phase is Phase.ENDED:
       why = "drained"
-    self._log_steps(member, now=math.inf)
+    self._step_log.gone(member)
     if self.accounts is not None and why != "drained":
       self.accounts.left(member, "failure")
     self.units.gone(now, member, why)
@@ -481,7 +407,7 @@ class Rounds:
       new_tokens += self.accounts.began(member, report, self.term)
     elif self.accounts is not None and before is not None:
       self.accounts.adopted(member, before.versions, report)
-      self._time_adoptions(now, before, report)
+      self._step_log.adopted(now, before, report)
     self.tokens[member.learner_id] = (
       self.tokens.get(member.learner_id, 0) + new_tokens
     )
@@ -490,18 +416,8 @@ class Rounds:
     self._note_copies(now, member, report)
     if self.units.reported(now, report):
       self._changed(member)
-    self._log_steps(member, now)
+    self._step_log.reported(now, member)
     self._advance(now)
-
-  def _time_adoptions(self, now: float, before: Report, report: Report) -> None:
-    """Notes how long after its opening a round's result was adopted."""
-    waits = self._adopted_after.setdefault(report.learner_id, [])
-    pairs = zip(before.versions, report.versions, strict=True)
-    for old, new in pairs:
-      opened = self._opened_at.get(new)
-      if new != old and opened is not None:
-        waits.append(round(now - opened, 6))
-    del waits[:-_STEP_ENDS_HELD]
 
   def _note_copies(self, now: float, member: Member, report: Report) -> None:
     member.copies = {
@@ -893,10 +809,7 @@ class Rounds:
       opened=now,
       counted=counted,
     )
-    self._opened_at[version] = now
-    self._opened_at.pop(
-      Version(self.term, version.round - 4 * self._exchange.P), None
-    )
+    self._step_log.opened(now, version)
     self._next_round += 1
     self._last_opened = now
     self._changed()
@@ -1192,39 +1105,6 @@ class Rounds:
   @property
   def ended(self) -> bool:
     return self.phase is Phase.ENDED
-
-  # --- step log ----------------------------------------------------------
-
-  def _log_steps(self, member: Member, now: float) -> None:
-    """Logs when steps ended, on the syncer's clock, once a second."""
-    report = member.report
-    if report is None:
-      return
-    ends = self._step_ends.setdefault(member.learner_id, [])
-    if math.isfinite(now):
-      ends += [self._t(e + member.clock_offset_s) for e in report.step_ends_s]
-      del ends[:-_STEP_ENDS_HELD]
-      last, _ = self._steps_logged.get(member.learner_id, (-math.inf, 0))
-      if now - last < _STEPS_EVENT_S:
-        return
-    _, logged = self._steps_logged.get(member.learner_id, (0.0, 0))
-    if ends or report.step != logged:
-      self._events.emit(
-        "steps",
-        learner=member.learner_id,
-        incarnation=member.incarnation,
-        step=report.step,
-        tokens=report.tokens + report.tokens_alone,
-        schedule_step=report.schedule_step,
-        ends=list(ends),
-        loss=report.loss,
-        position=list(report.position),
-        adopted_after_s=self._adopted_after.pop(member.learner_id, []),
-      )
-    ends.clear()
-    self._steps_logged[member.learner_id] = (
-      (now, report.step) if math.isfinite(now) else (-math.inf, 0)
-    )
 
 
 class TapeLike(Protocol):

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from decoupled.syncer.rounds import MergeJob
+from decoupled.syncer.merging import MergeJob
 from decoupled.types import Contribution, CopyHeader, CopyId, Version
 
 _LOG = logging.getLogger("decoupled.syncer")
