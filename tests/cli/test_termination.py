@@ -75,7 +75,6 @@ def test_with_something_to_lose_the_main_thread_ends_it(start):
   assert begun.wait(LIMIT_S)
   assert process.end.requested.is_set()
   assert process.end.status == 143
-  signal.raise_signal(signal.SIGTERM)  # said again: that is no hurry
   assert 0 < process.end.left_s < FOREVER_S
   assert not process.end.half_over()
   process.end.ended("saved")
@@ -84,9 +83,11 @@ def test_with_something_to_lose_the_main_thread_ends_it(start):
 
 
 def test_a_main_thread_that_takes_too_long_is_not_waited_for(start):
-  process = start(0.2)
+  process = start(0.5)
   process.end.something_to_lose()
   signal.raise_signal(signal.SIGTERM)
+  assert process.end.requested.wait(LIMIT_S)
+  signal.raise_signal(signal.SIGTERM)  # said again: that is no hurry
   assert process.gone.wait(LIMIT_S)
   assert process.status == LATE
   assert [event["outcome"] for event in process.events] == ["grace_over"]
