@@ -139,8 +139,8 @@ def test_the_end_of_the_data_is_said_and_may_be_taken_back():
     assert data.exhausted
     # somebody died: one of its units is handed out again
     claims.word((Claim(2, 2),), True)
-    until(lambda: not data.exhausted)  # and stays so, though it is read by now
-    until(lambda: data._ready.qsize() == 2)
+    # it has been read by now, and the data is at its end again
+    until(lambda: data._ready.qsize() == 2, "the batch to be read")
     assert not data.exhausted
     again = next(data)
     np.testing.assert_array_equal(again.rows, rows_of(2, 2))
