@@ -126,11 +126,6 @@ def _of_the_restart(
   assert report["checkpoints"]["failed_saves"] == 0
   assert "/checkpoints/global/" in report["checkpoints"]["restored_from"]
   assert report["eval_loss"] < report["initial_loss"] - 1
-  died = [(f["kind"], f["target"]) for f in report["failures"]]
-  assert died == [("kill", "syncer"), ("kill", "learner/1")]
-  learner = report["failures"][1]
-  assert learner["first_step_s"] is not None
-  assert [s["id"] for s in learner["survivors"]] == [0]
   restored = next(e for e in of("checkpoint", after) if e["what"] == "restore")
   assert restored["round"] >= newest
   # nobody had trained yet who could give the first one anything
