@@ -185,8 +185,10 @@ def test_a_restart_does_not_speak_of_where_its_predecessor_was():
   learner.data.held = lambda position: said.append(position) or held(position)
   new.made.run_until(lambda: learner.step >= 1)
   assert learner.link.welcome.position > (0, 0)
-  assert said
-  assert set(said) == {(0, 0)}
+  *joining, own = said
+  assert set(joining) == {(0, 0)}
+  assert own == learner.data.position
+  assert own < learner.link.welcome.position  # its unit begins anew
   new.end()
   new.check(most_repeated=1)
 
