@@ -71,6 +71,7 @@ def test_recovery() -> None:
   )
 
 
+<<<<<<< HEAD
 @pytest.mark.benchmark
 def test_checkpoint() -> None:
   said = smoke("checkpoint")
@@ -136,6 +137,30 @@ def test_absence() -> None:
   assert said["alone_steps"] >= 7
   assert said["discarded_over_alone"] > 0
   assert said["peak_after_return"] > 0
+=======
+@pytest.mark.parametrize("stall_s", [0.0, 2.0])
+def test_recovery_judges_the_others_of_a_snapshot(
+  stall_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+  import jobs
+  import recovery
+
+  def steps(learner: int, stall: float) -> dict[str, Any]:
+    ends = [0.1 * i + (stall if i > 400 else 0.0) for i in range(1, 1300)]
+    return {"kind": "steps", "learner": learner, "ends": ends}
+
+  save = {"kind": "checkpoint", "what": "save", "ok": True}
+  events = [
+    *(steps(0, stall_s), steps(1, 0.0), steps(2, 2.0)),
+    {**save, "t": 1.0, "role": "syncer"},  # while learners still start
+    {**save, "t": 40.0, "role": "learner/2"},  # whose own gap does not count
+  ]
+  line = recovery.snapshot_line(jobs.Job({}, events))
+  assert line["repeats"] == 1
+  assert line["undisturbed"] is (stall_s == 0.0)
+  assert line["gap_s"] == pytest.approx(0.1 + stall_s)
+>>>>>>> w-donor
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def _of_the_longer_run(
   after: list[dict[str, Any]],
   last: int,
 ) -> None:
-  rounds = [e["round"] for e in of("round", after) if e["counted"]]
+  rounds = sorted(e["round"] for e in of("round", after) if e["counted"])
   assert rounds == list(range(last + 1, last + 31))
   for learner_id in (0, 1):
     ended, began = _steps(before, learner_id)[-1], _steps(after, learner_id)[0]
