@@ -71,7 +71,6 @@ def test_recovery() -> None:
   )
 
 
-<<<<<<< HEAD
 @pytest.mark.benchmark
 def test_checkpoint() -> None:
   said = smoke("checkpoint")
@@ -137,7 +136,8 @@ def test_absence() -> None:
   assert said["alone_steps"] >= 7
   assert said["discarded_over_alone"] > 0
   assert said["peak_after_return"] > 0
-=======
+
+
 @pytest.mark.parametrize("stall_s", [0.0, 2.0])
 def test_recovery_judges_the_others_of_a_snapshot(
   stall_s: float, monkeypatch: pytest.MonkeyPatch
@@ -160,7 +160,6 @@ def test_recovery_judges_the_others_of_a_snapshot(
   assert line["repeats"] == 1
   assert line["undisturbed"] is (stall_s == 0.0)
   assert line["gap_s"] == pytest.approx(0.1 + stall_s)
->>>>>>> w-donor
 
 
 @pytest.mark.parametrize(
