@@ -255,7 +255,7 @@ class _Job:
       if self._signal:
         return self._wind_down()
       if self._nobody_left():
-        if not self._draining:
+        if not (self._draining or self._all_done()):
           self._wind_down()
           return "no learner is left: none runs, and no restart is owed"
         self._let_go()
@@ -369,6 +369,13 @@ class _Job:
       owed.pop("syncer", None)
     learners = [r for r in self._supervisor.running() if r != "syncer"]
     return not learners and not owed
+
+  def _all_done(self) -> bool:
+    """Whether every learner left since the run had ended for it."""
+    return all(
+      self._supervisor.finished(f"learner/{i}") == 0
+      for i in range(self._options.learners)
+    )
 
   # ---- ending ----------------------------------------------------------------
 
