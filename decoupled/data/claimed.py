@@ -63,6 +63,11 @@ class Claims:
     self.ended = False
     self._said = False
 
+  @property
+  def ready(self) -> bool:
+    """Whether there is a unit to begin with, or none left for anybody."""
+    return bool(self._waiting) or self.ended
+
   # --- for the link -----------------------------------------------------------
 
   def word(self, claims: tuple[Claim, ...], ended: bool) -> None:

@@ -8,6 +8,7 @@ before the first step, so that a start or a restart never trains in vain.
 import logging
 import random
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -44,6 +45,7 @@ from decoupled.wire import client
 
 _LOG = logging.getLogger("decoupled.learner")
 _METRICS_EVERY_S = 1.0
+_FIRST_UNIT_S = 30.0  # longer than a lease, for which a new syncer listens only
 
 
 def run(config: Config, options: LearnerOptions) -> int:
@@ -124,7 +126,17 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
   search = Search(
     wire.take_state, welcome, _store(options), specs.opt_state, link.wake
   )
-  state = state._replace(params=link.begin(state.params, search.done))
+  # The syncer answers reports, and there are none between here and the first
+  # step: what it grants late, having just begun itself, is waited for here.
+  first_unit_by = time.monotonic() + _FIRST_UNIT_S
+  state = state._replace(
+    params=link.begin(
+      state.params,
+      lambda: (
+        search.done() and (claims.ready or time.monotonic() > first_unit_by)
+      ),
+    )
+  )
   origin = search.result()
   if origin.opt_state is not None:
     state = state._replace(opt_state=origin.opt_state)

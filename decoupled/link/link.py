@@ -226,7 +226,7 @@ class Link:
       self._wait_for(
         lambda: self.visit_start(leaves) and until(),
         float("inf"),
-        "optimizer state",
+        "optimizer state and data to begin with",
       )
     return jax.tree.unflatten(self._treedef, leaves)
 

@@ -153,3 +153,14 @@ def test_units_held_ahead_last_for_some_steps_and_are_bounded():
   assert Claims(256, 8).wants == 3
   assert Claims(4, 8).wants == 33
   assert Claims(64, 8).wants == 4
+
+
+def test_a_learner_is_ready_with_a_unit_or_without_hope_of_one():
+  claims = Claims(UNIT, 6)
+  assert not claims.ready
+  claims.word((Claim(3),), False)
+  assert claims.ready
+  claims.word((), False)
+  assert not claims.ready
+  claims.word((), True)
+  assert claims.ready
