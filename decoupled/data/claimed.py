@@ -233,8 +233,8 @@ class ClaimedBatches(ReadAhead):
       if claim is None and self._claims.ended:
         if self._claims.exhausted:
           self._at_end = True
-          yield None
-        room = self._sequences
+          yield None  # what there was of a batch has been handed out
+          room = self._sequences
         while self._claims.exhausted and not self._closed.is_set():
           self._claims.wait(_POLL_S)
         continue
