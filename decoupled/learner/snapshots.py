@@ -21,7 +21,7 @@ from decoupled.clock import Clock
 from decoupled.errors import DecoupledError
 from decoupled.learner.copies import Copies, StateCopy, uncopied
 from decoupled.learner.loop import Trained
-from decoupled.link import workers
+from decoupled.link import ops, workers
 from decoupled.types import EventSink
 
 _LOG = logging.getLogger("decoupled.learner")
@@ -98,8 +98,7 @@ class Snapshots:
       self._copies.release(copy, self)
       return  # a slow donation still holds what is saved already
     self._last_step, self._last_s = now.step, self._clock.now()
-    for leaf in jax.tree.leaves(copy.state):
-      leaf.copy_to_host_async()
+    ops.begin_host_copies(jax.tree.leaves(copy.state))
     self._next = copy
     self._idle.clear()
     self._worker.put(now.schedule_step)

@@ -5,7 +5,7 @@ programs is the number of distinct (shape, sharding) pairs, not of fragments.
 Extraction copies: the training step may donate its inputs afterwards.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -75,6 +75,17 @@ def _mix_layer(
 _put_layer = jax.jit(_mix_layer, static_argnums=(0, 1), donate_argnums=(2,))
 
 
+def begin_host_copies(arrays: Iterable[jax.Array]) -> None:
+  """Sets copies to the host going; waits for none.
+
+  They are asked for, so that a transfer guard of the loop's, which is there for
+  those that nobody asked for, has nothing to say (newer JAX applies it).
+  """
+  with jax.transfer_guard_device_to_host("allow"):
+    for array in arrays:
+      array.copy_to_host_async()
+
+
 class FragmentOps:
   """Extraction and adoption on one learner's parameter tree.
 
@@ -103,8 +114,7 @@ class FragmentOps:
       else _layer(leaves[i], self._layer_index(unit.layer))
       for unit, i in self._units(fragment)
     )
-    for array in taken:
-      array.copy_to_host_async()
+    begin_host_copies(taken)
     return taken
 
   def adopt(

@@ -1,5 +1,6 @@
 """What a learner does between two steps, decided by decided messages."""
 
+import jax
 import pytest
 
 from decoupled.algorithm.policy import Exchange
@@ -224,3 +225,15 @@ def test_the_memory_of_extractions_is_bounded():
   assert len(h.boundary._extracted) <= 2 * P + 1
   assert len(h.boundary._attempts) <= 2 * P + 1
   assert all(len(staged) <= 1 for staged in h.boundary._staged)
+
+
+def test_a_boundary_asks_for_every_transfer_that_it_makes():
+  """The loop forbids those that nobody asks for; newer JAX is strict."""
+  h = host()
+  new = Version(1, 4)
+  h.stage(0, new, V0)
+  h.announce(1, [opened(8, 0, new), opened(9, 1)])
+  with jax.transfer_guard("disallow"):
+    h.visit(3)
+    h.visit(4)
+  assert {x.copy.fragment for x in h.headers()} == {0, 1}
