@@ -3,6 +3,7 @@
 `make test-matrix` runs it; the default suite has a part of it (test_quick).
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,18 +19,7 @@ pytestmark = pytest.mark.matrix
 @pytest.mark.timeout(1800)
 def test_learners(tmp_path: Path, processes: Processes) -> None:
   """Three learners, each with its part of the points, side by side."""
-  chains = {
-    f"learner/{i}": [
-      fault
-      for point in LEARNER[i::LEARNERS]
-      for fault in chain(
-        [point],
-        ("cut", "kill", "term", "stop"),
-        1 if point in ONCE else 3,
-      )
-    ]
-    for i in range(LEARNERS)
-  }
+  chains = {f"learner/{i}": _of(LEARNER[i::LEARNERS]) for i in range(LEARNERS)}
   job = boot(tmp_path, processes, chains)
   invariants.ended_by_signal(job)
   invariants.check(job)
@@ -86,3 +76,22 @@ def test_the_end(
   job = boot(tmp_path, processes, chains, ROUNDS)
   invariants.ended_by_itself(job, ROUNDS)
   invariants.check(job)
+
+
+def _of(points: Sequence[str]) -> list[str]:
+  """Four faults at each point.
+
+  What is passed once a connection is passed again after a death only: a cut may
+  be healed by gRPC alone, and a stop that is short is not noticed.
+  """
+  found: list[str] = []
+  later: list[str] = []
+  for point in points:
+    if point in ONCE:
+      found += chain([point], ("kill", "term", "cut"), 1)
+      later += chain([point], ("stop",), 1)
+      continue
+    found += chain([point], ("cut", "kill"))
+    found, later = found + later, []
+    found += chain([point], ("term", "stop"))
+  return found
