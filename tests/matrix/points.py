@@ -34,6 +34,9 @@ SYNCER = (
 )
 # passed once at each connection: a cut first, and a start after each death
 ONCE = ("link.joined", "syncer.granted")
+# passed for each of the 24 fragments before the first step
+START = ("link.staged", "link.adopting", "wire.half_received")
+TRAINING = 30
 # at the end of a run each point is passed once
 LEARNER_END = ("link.drained", "learner.finished")
 SYNCER_END = ("syncer.draining", "syncer.ended")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.matrix import invariants
 from tests.matrix.boots import LEARNERS, boot, chain
-from tests.matrix.points import LEARNER, ONCE, SYNCER
+from tests.matrix.points import LEARNER, ONCE, START, SYNCER, TRAINING
 from tests.run.processes import Processes
 
 pytestmark = pytest.mark.matrix
@@ -82,7 +82,9 @@ def _of(points: Sequence[str]) -> list[str]:
   """Four faults at each point.
 
   What is passed once a connection is passed again after a death only: a cut may
-  be healed by gRPC alone, and a stop that is short is not noticed.
+  be healed by gRPC alone, and a stop that is short is not noticed. What is also
+  passed by each fragment at the start waits until training: the runner gives
+  up a process that dies again and again before it is ready.
   """
   found: list[str] = []
   later: list[str] = []
@@ -91,7 +93,8 @@ def _of(points: Sequence[str]) -> list[str]:
       found += chain([point], ("kill", "term", "cut"), 1)
       later += chain([point], ("stop",), 1)
       continue
-    found += chain([point], ("cut", "kill"))
+    passing = TRAINING if point in START else 3
+    found += chain([point], ("cut", "kill"), passing)
     found, later = found + later, []
-    found += chain([point], ("term", "stop"))
+    found += chain([point], ("term", "stop"), passing)
   return found
