@@ -266,8 +266,13 @@ def check(before: Facts, run: Run) -> dict[str, Any]:
     e for e in run.events("checkpoint")
     if e["what"] == "restore" and e["role"] == "syncer"
   ]  # fmt: skip
-  restored = restores[0] if restores else {"round": 0, "cut_by": 0}
   saved = before.snapshot
+  restored = {"round": 0, "cut_by": 0}
+  if restores:
+    restored = restores[0]
+  elif run.events("end") and not run.events("phase"):
+    # all was done and saved before: it began from nothing, as it only said so
+    restored = {"round": saved["rounds"], "cut_by": saved["term"]}
   if saved:
     kept = (saved["term"], saved["rounds"])
     if (restored["cut_by"], restored["round"]) < kept:
