@@ -36,7 +36,8 @@ def test_syncer(tmp_path: Path, processes: Processes, part: int) -> None:
     )
   ]
   if part:  # what only a syncer passes that has died before
-    faults[2:2] = ["syncer.restored:kill:1", "syncer.restored:stop:1"]
+    # and saved: after the death in a merge
+    faults[8:8] = ["syncer.restored:kill:1", "syncer.restored:stop:1"]
   job = boot(tmp_path, processes, {"syncer": faults})
   invariants.ended_by_signal(job)
   invariants.check(job)
