@@ -44,7 +44,8 @@ from decoupled import config as configs
 from decoupled.checkpoint.settings import Checkpoint
 from decoupled.clock import MonotonicClock
 from decoupled.learner import loop
-from decoupled.learner.snapshots import Place, Snapshots, compile_copy
+from decoupled.learner.copies import Copies, compile_copy
+from decoupled.learner.snapshots import Place, Snapshots
 from decoupled.observe.events import read
 
 BINDINGS = ("Exchange.H=24", "Exchange.P=24", "Exchange.quorum=1")
@@ -85,7 +86,7 @@ class Saving:
       Place(str(store), 0, learner.link.welcome.run_id),
       Checkpoint(every_rounds=every + 1, least_s=0.0),
       1.0,
-      self._begin,
+      Copies(self._begin),
       self,
       MonotonicClock(),
     )

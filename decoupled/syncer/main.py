@@ -7,6 +7,7 @@ snapshot is cut, and the process exits only once that is committed.
 """
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Coroutine
@@ -246,7 +247,8 @@ def _started(
 
   def drain() -> None:
     limit_s = _DRAIN_SHARE * end.grace_s
-    loop.call_soon_threadsafe(lambda: service.drain(end.why, limit_s))
+    with contextlib.suppress(RuntimeError):  # closed: the run has ended already
+      loop.call_soon_threadsafe(lambda: service.drain(end.why, limit_s))
 
   end.on_request = drain
   end.something_to_lose()
