@@ -270,7 +270,7 @@ def check(before: Facts, run: Run) -> dict[str, Any]:
   restored = {"round": 0, "cut_by": 0}
   if restores:
     restored = restores[0]
-  elif run.events("end") and not run.events("phase"):
+  elif saved and run.events("end") and not run.events("phase"):
     # all was done and saved before: it began from nothing, as it only said so
     restored = {"round": saved["rounds"], "cut_by": saved["term"]}
   if saved:

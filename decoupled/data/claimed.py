@@ -29,7 +29,7 @@ _LEAST_AHEAD = 2
 _MOST_AHEAD = 32
 _REMEMBERED = 64  # finished units that a new syncer is told of
 _POLL_S = 0.02
-_FIRST_S = 30.0  # how long the first unit is waited for
+FIRST_S = 30.0  # how long the first unit is waited for: longer than a lease
 _PRIVATE_EPOCH = 1 << 31  # epochs from here on are in no ledger
 _PRIVATE_LEARNERS = 1 << 16
 _PRIVATE_EPOCHS = 1 << 15  # an epoch has to stay below 1 << 32
@@ -187,7 +187,7 @@ class ClaimedBatches(ReadAhead):
     hosts: int = 1,
     prefetch: int = 4,
     stall_s: float = 60.0,
-    first_s: float = _FIRST_S,
+    first_s: float = FIRST_S,
   ):
     super().__init__(f"learner {learner}", (0, 0), prefetch, stall_s)
     if sequences % hosts:

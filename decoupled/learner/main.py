@@ -21,7 +21,7 @@ from decoupled.checkpoint import learner_store
 from decoupled.clock import MonotonicClock
 from decoupled.config import Config
 from decoupled.data import corpus as corpus_lib
-from decoupled.data.claimed import ClaimedBatches, Claims
+from decoupled.data.claimed import FIRST_S, ClaimedBatches, Claims
 from decoupled.data.pipeline import Order, batch_spec
 from decoupled.launch import affinity, folders
 from decoupled.launch.options import LearnerOptions
@@ -45,7 +45,6 @@ from decoupled.wire import client
 
 _LOG = logging.getLogger("decoupled.learner")
 _METRICS_EVERY_S = 1.0
-_FIRST_UNIT_S = 30.0  # longer than a lease, for which a new syncer listens only
 
 
 def run(config: Config, options: LearnerOptions) -> int:
@@ -127,8 +126,9 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
     wire.take_state, welcome, _store(options), specs.opt_state, link.wake
   )
   # The syncer answers reports, and there are none between here and the first
-  # step: what it grants late, having just begun itself, is waited for here.
-  first_unit_by = time.monotonic() + _FIRST_UNIT_S
+  # step: what it grants late, having just begun itself, is waited for here (for
+  # the lease in which a new syncer only listens).
+  first_unit_by = time.monotonic() + FIRST_S
   state = state._replace(
     params=link.begin(
       state.params,

@@ -18,18 +18,18 @@ class StepLog:
 
   Args:
     events: where it goes.
-    clock_s: a time of the syncer's clock as seconds from the job's start.
+    since_start: a time of the syncer's clock as seconds from the job's start.
     opened_held: openings of rounds that are remembered.
   """
 
   def __init__(
     self,
     events: EventSink,
-    clock_s: Callable[[float], float],
+    since_start: Callable[[float], float],
     opened_held: int,
   ):
     self._events = events
-    self._clock_s = clock_s
+    self._since_start = since_start
     self._opened_held = opened_held
     self._opened_at: dict[Version, float] = {}
     self._adopted_after: dict[int, list[float]] = {}
@@ -59,7 +59,7 @@ class StepLog:
     ends = self._ends.setdefault(member.learner_id, [])
     # on the syncer's clock
     ends += [
-      self._clock_s(e + member.clock_offset_s) for e in report.step_ends_s
+      self._since_start(e + member.clock_offset_s) for e in report.step_ends_s
     ]
     del ends[:-_HELD]
     last = self._said.get(member.learner_id)
