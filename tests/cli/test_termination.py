@@ -121,6 +121,8 @@ def test_nothing_begins_in_a_process_that_is_being_ended(start):
   process, hold = start(), threading.Event()
   process.end.goodbye = lambda why: hold.wait(LIMIT_S)
   signal.raise_signal(signal.SIGTERM)
+  # once seen: said before that, there is something to lose after all
+  assert process.end.requested.wait(LIMIT_S)
   threading.Timer(0.2, hold.set).start()
   process.end.something_to_lose()  # returns only once it has ended
   assert process.gone.wait(LIMIT_S)
