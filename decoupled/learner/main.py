@@ -51,4 +51,5 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
   wire = wire or joining.dial(config, options)
   end.goodbye = wire.leave
   part = taking_part.assemble(prepared, wire, state, end)
-  return taking_part.take_part(part, phases)
+  welcome = taking_part.claim(part, options.learner_id)
+  return taking_part.take_part(part, welcome, phases)

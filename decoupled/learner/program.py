@@ -5,12 +5,15 @@ run (`taking_part`): a learner does so at once, a standby when it is told to.
 """
 
 import dataclasses
+import hashlib
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+import decoupled
 from decoupled.checkpoint import learner_store
 from decoupled.config import Config
 from decoupled.data import corpus as corpus_lib
@@ -26,6 +29,8 @@ from decoupled.learner.copies import Copier, compile_copy
 from decoupled.learner.optimizer import make_optimizer
 from decoupled.models.task import LanguageModel
 from decoupled.types import Hello, RunContract
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,18 +76,45 @@ class Program:
     """An account of the units that a learner holds; none yet."""
     return Claims(self.order.unit_windows, self.config.batch.sequences)
 
-  def hello(self, learner_id: int) -> Hello:
-    """The claim of an id."""
+  @property
+  def contract(self) -> tuple[tuple[str, str], ...]:
+    """The contract lines that it was made for."""
     more = [
       ("Corpus.digest", self.text.digest),
       ("Corpus.units", str(self.order.units)),
     ]
+    return joining.agreed(self.config, self.seed, more)
+
+  @property
+  def lines(self) -> tuple[tuple[str, str], ...]:
+    """What else shapes its executables: a standby needs the same."""
+    local, kind = self.config.local, self.mesh.devices.flat[0].device_kind
+    versions = [(name, importlib.metadata.version(name)) for name in _LIBRARIES]
+    return (
+      ("decoupled", decoupled.__version__),
+      *versions,
+      ("devices", f"{self.mesh.size} x {kind}"),
+      ("hosts", str(jax.process_count())),
+      *((f"mesh.{axis}", str(n)) for axis, n in self.mesh.shape.items()),
+      ("Local.remat", str(local.remat)),
+      ("Local.microbatches", str(local.microbatches)),
+    )
+
+  @property
+  def fingerprint(self) -> str:
+    """A digest of the contract and of `lines`."""
+    lines = sorted({*self.contract, *self.lines})
+    return hashlib.sha256(repr(lines).encode()).hexdigest()[:12]
+
+  def hello(self, learner_id: int) -> Hello:
+    """The claim of an id."""
     return Hello(
       learner_id=learner_id,
       holder=joining.holder(),
       run_id="",
       tensors=self.task.tensor_specs(),
-      contract=joining.agreed(self.config, self.seed, more),
+      contract=self.contract,
+      program=self.lines,
       gives_state=self.config.local.donates and jax.process_count() == 1,
     )
 

@@ -34,6 +34,7 @@ from decoupled.learner.snapshots import Place, Snapshots
 from decoupled.link.link import Link, Patience
 from decoupled.observe.events import EventLog
 from decoupled.observe.metrics import Metrics, flop_utilisation
+from decoupled.types import Welcome
 from decoupled.wire import client
 
 _LOG = logging.getLogger("decoupled.learner")
@@ -73,12 +74,29 @@ def assemble(
   return Part(program, wire, state, claims, link, end)
 
 
-def take_part(part: Part, phases: Phases) -> int:
-  """Claims the id and trains to the end of the run; returns the exit status.
+def claim(part: Part, learner_id: int) -> Welcome:
+  """Claims an id; refused, the part may claim another one.
+
+  Raises:
+    Refused: the syncer declined, and says why.
+    Unreachable: it did not answer within its limit.
+  """
+  return part.link.join(part.state.params, learner_id)
+
+
+def take_part(
+  part: Part,
+  welcome: Welcome,
+  phases: Phases,
+  first_step: Callable[[], None] = lambda: None,
+) -> int:
+  """Trains to the end of the run; returns the exit status.
 
   Args:
     part: is used up.
+    welcome: from `claim`.
     phases: gets the marks `joined` and `ready`.
+    first_step: told after the boundary that follows the first inner step.
 
   Raises:
     DecoupledError: with the line that the user reads.
@@ -86,11 +104,10 @@ def take_part(part: Part, phases: Phases) -> int:
   program, link, claims, end = part.program, part.link, part.claims, part.end
   config, options = program.config, program.options
   opt_specs, wire, state = program.specs.opt_state, part.wire, part.state
-  welcome = link.join(state.params)
   end.role = f"learner/{welcome.learner_id}"
   phases.mark("joined")
   search = Search(
-    wire.take_state, welcome, _store(options), opt_specs, link.wake
+    wire.take_state, welcome, store_of(options), opt_specs, link.wake
   )
   # The syncer answers reports, and there are none between here and the first
   # step: what it grants late, having just begun itself, is waited for here (for
@@ -108,7 +125,7 @@ def take_part(part: Part, phases: Phases) -> int:
   if origin.opt_state is not None:
     state = state._replace(opt_state=origin.opt_state)
   phases.mark("ready")
-  place = Place(_store(options), welcome.learner_id, welcome.run_id)
+  place = Place(store_of(options), welcome.learner_id, welcome.run_id)
   copies = Copies(program.copy)
   saved = Snapshots(
     place,
@@ -134,7 +151,8 @@ def take_part(part: Part, phases: Phases) -> int:
   _say_ready(options, link, origin, phases, program.compiles)
   affinity.release()
   end.something_to_lose()
-  _train(program, link, done, saved, donor, batches, end.requested.is_set)
+  stopping = end.requested.is_set
+  _train(program, link, done, saved, donor, batches, stopping, first_step)
   donor.close()
   _finish(options, link, done, saved, end, program.compiles)
   batches.close()
@@ -178,7 +196,8 @@ def log_of(options: LearnerOptions) -> EventLog:
   )
 
 
-def _store(options: LearnerOptions) -> str:
+def store_of(options: LearnerOptions) -> str:
+  """Folder or URL of the run's checkpoints."""
   return options.store or str(options.workdir / "checkpoints")
 
 
@@ -198,7 +217,7 @@ def _link(
   return Link(
     wire,
     state.params,
-    program.hello(program.options.learner_id),
+    program.hello(-1),
     patience=Patience(
       join_s=limits.start_s + limits.connect_s, end_s=4 * limits.drain_s
     ),
@@ -215,6 +234,7 @@ def _train(
   donor: Donor,
   batches: ClaimedBatches,
   stopping: Callable[[], bool],
+  first_step: Callable[[], None],
 ) -> None:
   config, mesh = program.config, program.mesh
   learner_id = link.welcome.learner_id
@@ -231,6 +251,8 @@ def _train(
     nonlocal said
     saved.after_step(now)
     donor.after_step(now)
+    if now.step == 1:
+      first_step()
     time_s = clock.now()
     if time_s - said < _METRICS_EVERY_S:
       return
