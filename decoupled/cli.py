@@ -70,7 +70,13 @@ COMMANDS: dict[str, Command] = {
     flags.learner_options,
     configured=True,
   ),
-  "standby": Command("a host that is kept warm for any role"),
+  "standby": Command(
+    "a host that is kept warm, and takes over for a learner that dies",
+    "decoupled.standby.main:run",
+    flags.standby,
+    flags.standby_options,
+    configured=True,
+  ),
   "config": Command(
     "the resolved configuration, each value with its origin",
     "decoupled.config:show",

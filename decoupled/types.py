@@ -402,6 +402,8 @@ class Hello:
     gives_state: whether it can give its optimizer state to a joiner.
     host: rank of the host that speaks, below `hosts`.
     epoch: of the hosts' common JAX job; hosts of one claim are of one epoch.
+    program: `name -> value` lines of what shapes its executables beside the
+      contract: a standby that takes its id over must have the same.
   """
 
   learner_id: int
@@ -415,6 +417,7 @@ class Hello:
   gives_state: bool = False
   host: int = 0
   epoch: int = 0
+  program: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -425,11 +428,66 @@ class RunContract:
     run_id: the run.
     phase: where it is.
     lines: `key -> value`.
+    manifest: how the model is cut; None until the first learner has joined.
   """
 
   run_id: str
   phase: Phase
   lines: tuple[tuple[str, str], ...]
+  manifest: Manifest | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+  """What a standby says of itself; replaces what it said before.
+
+  Attributes:
+    name: as its runner calls it, such as `standby/0`.
+    holder: `host:pid`; the claim that it makes later has the same.
+    run_id: the run whose contract it has.
+    contract: `key -> value` lines it was built for.
+    program: as in `Hello`.
+    fingerprint: of both, for people.
+    missing: what it still does before it is ready ("" = it is).
+    declined: the newest offer that it could not take, 0 for none.
+    protocol: version of the wire protocol.
+  """
+
+  name: str
+  holder: str
+  run_id: str
+  contract: tuple[tuple[str, str], ...]
+  program: tuple[tuple[str, str], ...]
+  fingerprint: str
+  missing: str = ""
+  declined: int = 0
+  protocol: int = PROTOCOL_VERSION
+
+
+class Offer(NamedTuple):
+  """A learner id that a standby is to claim."""
+
+  number: int  # rises with each offer of a syncer
+  learner_id: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolWord:
+  """Everything the syncer has to say to one standby; replaces the last word.
+
+  Attributes:
+    run_id: the run.
+    phase: where it is.
+    versions: newest version of each fragment; none before the model is cut.
+    offer: the id to claim now, None to go on waiting.
+    heartbeat_s: how often to say something.
+  """
+
+  run_id: str
+  phase: Phase
+  versions: tuple[Version, ...]
+  offer: Offer | None
+  heartbeat_s: float
 
 
 @dataclasses.dataclass(frozen=True)

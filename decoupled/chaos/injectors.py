@@ -23,11 +23,14 @@ class Processes(Protocol):
   def send(self, role: str, number: signal.Signals) -> bool:
     """Sends a signal; False where the role is down."""
 
+  def resume(self, pid: int) -> None:
+    """Lets a stopped process go on, whatever its role is by now."""
+
   def expect_fault(self, role: str, restart: bool) -> None:
     """Says that the role's next exit was injected."""
 
 
-def check(plan: Sequence[Event], learners: int) -> None:
+def check(plan: Sequence[Event], learners: int, standbys: int = 0) -> None:
   """Raises ConfigError for events this version or this job cannot inject."""
   for event in plan:
     if isinstance(event, Storm):
@@ -36,18 +39,21 @@ def check(plan: Sequence[Event], learners: int) -> None:
     unavailable = (
       event.action not in _AVAILABLE
       or target.host is not None
-      or target.role == "standby"
       or (event.action == "slow" and target.role != "learner")
+      or (event.action == "partition" and target.role == "standby")
     )
     if unavailable:
       raise ConfigError(
         f"chaos {str(event)!r} is not available yet: this version has "
-        f"{', '.join(_AVAILABLE)} on learner/N (and all but slow on syncer)"
+        f"{', '.join(_AVAILABLE)} on learner/N (all but slow on syncer; kill, "
+        "term and pause on standby/N)"
       )
-    if target.index is not None and target.index >= learners:
+    count = standbys if target.role == "standby" else learners
+    if target.index is not None and target.index >= count:
+      are = f"are numbered from 0 to {count - 1}" if count else "has none"
       raise ConfigError(
-        f"chaos {str(event)!r}: learner/{target.index} does not exist, "
-        f"--learners={learners} are numbered from 0 to {learners - 1}"
+        f"chaos {str(event)!r}: {target} does not exist, "
+        f"--{target.role}s={count} {are}"
       )
 
 
@@ -141,9 +147,8 @@ class Injectors:
         proxy.cut()
 
   def _end(self, fault: Fault, pid: int | None) -> None:
-    role = str(fault.target)
-    if fault.action == "pause" and self._processes.pid(role) == pid:
-      self._processes.send(role, signal.SIGCONT)
+    if fault.action == "pause" and pid is not None:
+      self._processes.resume(pid)  # it may have lost its role meanwhile
     elif fault.action == "slow":
       self._slow(fault, 1.0)
     elif fault.action == "partition":

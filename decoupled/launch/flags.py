@@ -18,6 +18,7 @@ from decoupled.launch.options import (
   ReplayOptions,
   RunOptions,
   SimulateOptions,
+  StandbyOptions,
   SyncerOptions,
 )
 
@@ -121,18 +122,7 @@ def syncer(values: flags.FlagValues) -> None:
 
 
 def learner(values: flags.FlagValues) -> None:
-  _workdir(
-    values,
-    "where the learner writes what is its own (default: a folder of this "
-    "machine's temporary one, private and the same for the same syncer)",
-  )
-  _store(values)
-  _define(flags.DEFINE_string, values)(
-    "syncer_address",
-    "",
-    "host:port or [::1]:port of the syncer, or @FILE in which it publishes it "
-    "(default: @<workdir>/syncer.address)",
-  )
+  _joins(values)
   _define(flags.DEFINE_integer, values)(
     "learner_id", -1, "id to claim (-1 = any free one)", lower_bound=-1
   )
@@ -141,6 +131,29 @@ def learner(values: flags.FlagValues) -> None:
   _whole(values, "num_processes", 1, "hosts of the learner")
   _define(flags.DEFINE_string, values)(
     "coordinator_address", "", "of the learner's own jax.distributed job"
+  )
+
+
+def standby(values: flags.FlagValues) -> None:
+  _joins(values)
+  _define(flags.DEFINE_string, values)(
+    "name", "standby", "how logs and `decoupled status` call it"
+  )
+
+
+def _joins(values: flags.FlagValues) -> None:
+  """What every process that dials a syncer to train takes."""
+  _workdir(
+    values,
+    "where it writes what is its own (default: a folder of this machine's "
+    "temporary one, private and the same for the same syncer)",
+  )
+  _store(values)
+  _define(flags.DEFINE_string, values)(
+    "syncer_address",
+    "",
+    "host:port or [::1]:port of the syncer, or @FILE in which it publishes it "
+    "(default: @<workdir>/syncer.address)",
   )
   _whole(
     values, "devices_per_host", 0, "CPU devices to simulate (0 = real ones)"
@@ -331,6 +344,22 @@ def learner_options(values: flags.FlagValues, default: Path) -> LearnerOptions:
     seed=_get(values, "seed"),
     devices_per_host=_get(values, "devices_per_host"),
     started_at=_get(values, "started_at"),
+  )
+
+
+def standby_options(values: flags.FlagValues, default: Path) -> StandbyOptions:
+  where = _get(values, "syncer_address")
+  workdir = _path(values, folders.learner(where) if where else default)
+  return StandbyOptions(
+    workdir=workdir,
+    store=_url(values),
+    syncer_address=where or f"@{workdir / 'syncer.address'}",
+    token_file=_optional_path(values, "token_file"),
+    tls_ca=_optional_path(values, "tls_ca"),
+    seed=_get(values, "seed"),
+    devices_per_host=_get(values, "devices_per_host"),
+    started_at=_get(values, "started_at"),
+    name=_get(values, "name"),
   )
 
 

@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
 from decoupled.chaos import injectors, slow
 from decoupled.chaos import plan as chaos_plan
-from decoupled.chaos.plan import Event
+from decoupled.chaos.plan import Event as ChaosEvent
 from decoupled.chaos.proxy import Proxy
 from decoupled.chaos.schedule import Schedule
 from decoupled.config import Config, contract_lines, gin_text, validate
@@ -31,7 +31,7 @@ from decoupled.launch.devices import Devices
 from decoupled.launch.options import JobOptions, RunOptions
 from decoupled.launch.supervisor import Role, RoleFailed, Supervisor
 from decoupled.launch.workdir import Standing, Workdir
-from decoupled.observe.events import EventLog, EventReader
+from decoupled.observe.events import Event, EventLog, EventReader
 from decoupled.observe.progress import Progress
 from decoupled.wire import credentials
 from decoupled.wire.address import Address, published_address
@@ -43,6 +43,9 @@ _CHAOS_TICK_S = 0.02
 _EVALUATE_S = 600.0
 _MARGIN_S = 2.0  # beyond the grace time of a process that is told to end
 _LET_GO_S = 2.0
+# A killed learner is not started again before it is known whether a standby
+# takes its part; the syncer says so as soon as it knows of the death.
+_HELD_S = 2.0
 # Beyond the drain itself: saving, and the syncer's own goodbyes.
 _SAVE_S = 60.0
 
@@ -60,7 +63,7 @@ def run(config: Config, options: RunOptions) -> int:
   plan = chaos_plan.parse(options.chaos)
   _check(config, options, plan)
   devices = devices_lib.plan(
-    options.learners,
+    options.learners + options.standbys,
     options.devices_per_host or devices_lib.suiting(config.mesh),
   )
   validate(config, learners=options.learners, devices=devices.per_learner)
@@ -82,16 +85,11 @@ def run(config: Config, options: RunOptions) -> int:
 
 
 def _check(
-  config: Config, options: RunOptions, plan: tuple[Event, ...]
+  config: Config, options: RunOptions, plan: tuple[ChaosEvent, ...]
 ) -> None:
   """Raises ConfigError for what this version or this machine cannot do."""
   if options.learners < 1:
     raise ConfigError(f"--learners={options.learners} must be at least 1")
-  if options.standbys:
-    raise ConfigError(
-      f"--standbys={options.standbys}: this version has no standbys yet; "
-      "killed processes are started again instead (--standbys=0)"
-    )
   if options.hosts_per_learner != 1:
     raise ConfigError(
       f"--hosts_per_learner={options.hosts_per_learner}: this version runs "
@@ -103,7 +101,7 @@ def _check(
       "see `decoupled status`"
     )
   validate(config, learners=options.learners)
-  injectors.check(plan, options.learners)
+  injectors.check(plan, options.learners, options.standbys)
 
 
 class _Job:
@@ -113,7 +111,7 @@ class _Job:
     self,
     config: Config,
     options: RunOptions,
-    plan: tuple[Event, ...],
+    plan: tuple[ChaosEvent, ...],
     devices: Devices,
     workdir: Workdir,
     standing: Standing,
@@ -134,6 +132,10 @@ class _Job:
     self._signal: signal.Signals | None = None
     self._told: signal.Signals | None = None  # the syncer, not this process
     self._proxies: dict[int, Proxy] = {}
+    self._standbys_proxy: Proxy | None = None
+    self._control: dict[int, Path] = {}
+    self._standbys_started = False
+    self._without_learner_s: float | None = None
     self._reader = EventReader(workdir.events)
     self._reader.new()  # what earlier jobs wrote
     self._events = EventLog(workdir.events, self._started_at)
@@ -175,10 +177,13 @@ class _Job:
     )
     for learner in injectors.partitioned(self._plan, self._options.learners):
       self._proxies[learner] = Proxy(self._syncer)
-    control = {
-      learner: self._workdir.chaos / f"learner-{learner}.json"
+    if self._proxies and self._options.standbys:
+      self._standbys_proxy = Proxy(self._syncer)
+    self._control.update(
+      (learner, self._learner_control(learner))
       for learner in range(self._options.learners)
-    }
+    )
+    self._own_proxies = dict(self._proxies)
     self._schedule = Schedule(
       self._plan,
       self._options.learners,
@@ -186,11 +191,11 @@ class _Job:
       self._standing.rounds,
     )
     self._injectors = injectors.Injectors(
-      self._supervisor, control, self._proxies, self._events
+      self._supervisor, self._control, self._proxies, self._events
     )
     self._supervisor.start(self._syncer_role())
     for learner in range(self._options.learners):
-      self._supervisor.start(self._learner_role(learner, control[learner]))
+      self._supervisor.start(self._learner_role(learner))
 
   def _syncer(self) -> tuple[str, int] | None:
     address = published_address(self._workdir.address)
@@ -210,9 +215,10 @@ class _Job:
     again = ("--resume=auto",)
     return dataclasses.replace(role, done_at_zero=True, again=again)
 
-  def _learner_role(self, learner: int, control: Path) -> Role:
+  def _learner_role(self, learner: int) -> Role:
     proxy = self._proxies.get(learner)
     address = proxy.address if proxy else f"@{self._workdir.address}"
+    held_s = _HELD_S if self._options.standbys else 0.0
     arguments = (
       f"--learner_id={learner}",
       f"--learners={self._options.learners}",
@@ -222,8 +228,33 @@ class _Job:
     env = devices_lib.environment(
       self._devices, learner, self._config.local.xla_threads
     )
-    env[slow.VARIABLE] = str(control)
-    return self._role(f"learner/{learner}", "learner", arguments, env)
+    env[slow.VARIABLE] = str(self._learner_control(learner))
+    role = self._role(f"learner/{learner}", "learner", arguments, env)
+    return dataclasses.replace(role, held_s=held_s)
+
+  def _standby_role(self, standby: int) -> Role:
+    proxy = self._standbys_proxy
+    address = proxy.address if proxy else f"@{self._workdir.address}"
+    name = f"standby/{standby}"
+    arguments = (
+      f"--name={name}",
+      f"--syncer_address={address}",
+      f"--devices_per_host={self._devices.simulated}",
+    )
+    env = devices_lib.environment(
+      self._devices,
+      self._options.learners + standby,
+      self._config.local.xla_threads,
+    )
+    env[slow.VARIABLE] = str(self._standby_control(standby))
+    role = self._role(name, "standby", arguments, env)
+    return dataclasses.replace(role, spare=True)
+
+  def _learner_control(self, learner: int) -> Path:
+    return self._workdir.chaos / f"learner-{learner}.json"
+
+  def _standby_control(self, standby: int) -> Path:
+    return self._workdir.chaos / f"standby-{standby}.json"
 
   def _role(
     self,
@@ -309,6 +340,8 @@ class _Job:
     for event in self._reader.new():
       if event["kind"] in ("ready", "first_step"):
         self._supervisor.ready(f"learner/{event['learner']}")
+      elif event["kind"] in ("standby", "decided", "promoted", "restart"):
+        self._standby_event(event)
       elif event["kind"] == "round":
         self._rounds_closed = max(self._rounds_closed, int(event["round"]))
       elif event["kind"] == "phase":
@@ -316,7 +349,44 @@ class _Job:
         self._draining = event["phase"] in ("draining", "ended")
         self._why = str(event["why"])
         self._supervisor.ready("syncer")
+        self._start_standbys(str(event["phase"]))
         self._told_owed = frozenset()  # it may be a new one, which knows none
+
+  def _start_standbys(self, phase: str) -> None:
+    """Once there is training; they find its programs in the compile cache."""
+    if phase != "training" or self._standbys_started:
+      return
+    self._standbys_started = True
+    for standby in range(self._options.standbys):
+      self._supervisor.start(self._standby_role(standby))
+
+  def _standby_event(self, event: Event) -> None:
+    """Keeps roles and processes together when a standby takes a role."""
+    kind = event["kind"]
+    if kind == "standby":
+      name = str(event["standby"])
+      if event["state"] == "ready" and self._supervisor.knows(name):
+        self._supervisor.ready(name)
+    elif kind == "decided":
+      if event["standby"] is None:
+        self._supervisor.release(f"learner/{event['learner']}")
+    elif kind == "promoted":
+      self._promoted(int(event["learner"]), str(event["standby"]))
+    elif str(event["role"]).startswith("learner/"):
+      learner = int(str(event["role"]).removeprefix("learner/"))
+      self._control[learner] = self._learner_control(learner)
+      if learner in self._own_proxies:
+        self._proxies[learner] = self._own_proxies[learner]
+
+  def _promoted(self, learner: int, name: str) -> None:
+    """A standby's process is that learner now, and faults reach it as that."""
+    number = name.removeprefix("standby/")
+    if not (self._supervisor.knows(name) and number.isdecimal()):
+      return  # somebody else has started it
+    self._supervisor.swap(f"learner/{learner}", name)
+    self._control[learner] = self._standby_control(int(number))
+    if learner in self._proxies and self._standbys_proxy is not None:
+      self._proxies[learner] = self._standbys_proxy
 
   def _tell_owed(self) -> None:
     """Asks the syncer not to end before a learner's restart is back."""
@@ -362,13 +432,23 @@ class _Job:
     return ""
 
   _told_owed: frozenset[str] = frozenset()
+  _own_proxies: Mapping[int, Proxy] = {}
 
   def _nobody_left(self) -> bool:
     owed = self._supervisor.owed()
     if self._draining:  # but for the syncer nobody is started again
       owed.pop("syncer", None)
-    learners = [r for r in self._supervisor.running() if r != "syncer"]
-    return not learners and not owed
+    running = self._supervisor.running()
+    if any(role.startswith("learner/") for role in running) or owed:
+      self._without_learner_s = None
+      return False
+    if self._draining or not any(role != "syncer" for role in running):
+      return True
+    # A standby may be about to take over.
+    now_s = time.monotonic()
+    if self._without_learner_s is None:
+      self._without_learner_s = now_s
+    return now_s - self._without_learner_s > self._config.limits.restart_s
 
   def _all_done(self) -> bool:
     """Whether every learner left since the run had ended for it."""
@@ -468,8 +548,11 @@ class _Job:
       yield
     finally:
       self._supervisor.stop(0.0, signal.SIGKILL)
-      for proxy in self._proxies.values():
+      proxies = {*self._proxies.values(), *self._own_proxies.values()}
+      for proxy in proxies:
         proxy.close()
+      if self._standbys_proxy is not None:
+        self._standbys_proxy.close()
 
 
 @contextlib.contextmanager

@@ -116,6 +116,17 @@ class LearnerOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class StandbyOptions(LearnerOptions):
+  """`decoupled standby`: as a learner, whose id is not known yet.
+
+  Attributes:
+    name: how logs and `decoupled status` call it.
+  """
+
+  name: str = "standby"
+
+
+@dataclasses.dataclass(frozen=True)
 class EvaluateOptions:
   """`decoupled evaluate`: held-out loss of what was saved.
 

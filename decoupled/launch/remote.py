@@ -56,12 +56,22 @@ def status_lines(status: JobStatus) -> list[str]:
     f"run {status.run_id or '(nobody has joined yet)'}: {status.phase}",
     f"{status.bytes_up} bytes up, {status.bytes_down} bytes down",
   ]
-  return lines + [
-    f"  learner {each.learner_id} ({each.holder}, incarnation "
-    f"{each.incarnation}): {each.stage}, step {each.step}, {each.tokens} "
-    f"tokens, heard {each.silent_s:.1f} s ago"
-    for each in status.learners
-  ]
+  return (
+    lines
+    + [
+      f"  learner {each.learner_id} ({each.holder}, incarnation "
+      f"{each.incarnation}): {each.stage}, step {each.step}, {each.tokens} "
+      f"tokens, heard {each.silent_s:.1f} s ago"
+      for each in status.learners
+    ]
+    + [
+      f"  {each.name} ({each.holder}): "
+      + (f"not ready: {each.missing}" if each.missing else "ready")
+      + f" since {each.since_s:.1f} s, fingerprint {each.fingerprint}"
+      for each in status.standbys
+    ]
+    + [f"  {line}" for line in status.vacant]
+  )
 
 
 def _dial(options: JobOptions) -> AdminClient:

@@ -8,6 +8,7 @@ by that thread too: on Linux a child dies with the *thread* that started it.
 import collections
 import contextlib
 import dataclasses
+import logging
 import os
 import queue
 import re
@@ -25,6 +26,8 @@ from decoupled.types import EventSink
 MAX_FAILURES = 3
 BACKOFF_S = 0.5
 _TAIL_BYTES = 1 << 16
+
+_LOG = logging.getLogger("decoupled.run")
 
 
 class RoleFailed(DecoupledError):
@@ -45,6 +48,9 @@ class Role:
       the status of a process that was told to end, and ended it in order.
     again: further arguments when it is started again; they overrule earlier
       ones.
+    spare: the job goes on without it; it always boots beside training ones.
+    held_s: how long its restart waits for the word whether another process
+      takes its part (`release`, `swap`).
   """
 
   name: str
@@ -54,18 +60,27 @@ class Role:
   restarts: bool = True
   done_at_zero: bool = False
   again: tuple[str, ...] = ()
+  spare: bool = False
+  held_s: float = 0.0
 
 
 class _Process:
-  """One role and its current incarnation."""
+  """One role and its current incarnation.
+
+  A running process may change its role; what is known of the process stays
+  with it, and so does its log.
+  """
 
   def __init__(self, role: Role):
     self.role = role
+    self.log = role.log
+    self.displaced = False  # its part was taken while it still ran
     self.popen: subprocess.Popen[bytes] | None = None
     self.attempt = 0
     self.was_ready = False
     self.failures = 0  # since it was ready last
     self.start_at_s: float | None = None  # a restart that is due then
+    self.held = False  # until the word whether another takes its part
     self.owed_since_s: float | None = None  # until it is ready again
     self.faults: collections.deque[bool] = collections.deque()
     self.finished: int | None = None  # last exit status, if that was final
@@ -92,7 +107,9 @@ class Supervisor:
     self._backoff_s = backoff_s
     self._max_failures = max_failures
     self._processes: dict[str, _Process] = {}
-    self._exits: queue.SimpleQueue[tuple[str, int, int]] = queue.SimpleQueue()
+    self._exits: queue.SimpleQueue[tuple[_Process, int, int]] = (
+      queue.SimpleQueue()
+    )
     self._stopping = False
     self._spared: frozenset[str] = frozenset()
 
@@ -102,6 +119,10 @@ class Supervisor:
     """Process id of a running role, None while it is down."""
     process = self._processes.get(role)
     return process.popen.pid if process and process.popen else None
+
+  def knows(self, role: str) -> bool:
+    """Whether there is such a role."""
+    return role in self._processes
 
   def running(self) -> tuple[str, ...]:
     return tuple(n for n, p in self._processes.items() if p.popen is not None)
@@ -144,6 +165,38 @@ class Supervisor:
       return True
     return False
 
+  def resume(self, pid: int) -> None:
+    """Lets a stopped process go on, whatever its role is by now."""
+    if any(p.popen and p.popen.pid == pid for p in self._processes.values()):
+      with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+  def release(self, role: str) -> None:
+    """Nobody else takes that role's part: a restart that waits begins."""
+    process = self._processes[role]
+    if process.start_at_s is not None and process.held:
+      process.start_at_s, process.held = time.monotonic(), False
+
+  def swap(self, role: str, spare: str) -> None:
+    """The process of a spare role has taken a role's part.
+
+    Each is started again as what it is from now on: the one that was there
+    before, if it is to be, as the spare.
+
+    Raises:
+      RoleFailed: as `step`, since exits that are known come first.
+    """
+    if spare not in self._processes or role not in self._processes:
+      return
+    self._take_exits(0.0)
+    taken, taker = self._processes[role], self._processes[spare]
+    taken.role, taker.role = taker.role, taken.role
+    self._processes[role], self._processes[spare] = taker, taken
+    taken.displaced = taken.popen is not None
+    taken.owed_since_s = None
+    if taken.start_at_s is not None:
+      taken.start_at_s, taken.held = time.monotonic(), False
+
   def expect_fault(self, role: str, restart: bool) -> None:
     """Says that the role's next exit was injected."""
     self._processes[role].faults.append(restart)
@@ -157,18 +210,23 @@ class Supervisor:
     Raises:
       RoleFailed: a role failed for good.
     """
-    exited: list[str] = []
     due_s = [p.start_at_s for p in self._processes.values() if p.start_at_s]
     now_s = time.monotonic()
     limit_s = max(0.0, min([limit_s, *(due - now_s for due in due_s)]))
+    exited = self._take_exits(limit_s)
+    self._start_due()
+    return exited
+
+  def _take_exits(self, limit_s: float) -> list[str]:
+    """Waits for an exit, handles it and all others that are known."""
+    exited: list[str] = []
     with contextlib.suppress(queue.Empty):
       block = True
       while True:
-        name, pid, status = self._exits.get(block, limit_s)
+        process, pid, status = self._exits.get(block, limit_s)
         block = False  # the rest only if it is there already
-        exited.append(name)
-        self._handle_exit(self._processes[name], pid, status)
-    self._start_due()
+        exited.append(process.role.name)
+        self._handle_exit(process, pid, status)
     return exited
 
   def stop(self, limit_s: float, number: signal.Signals) -> None:
@@ -201,6 +259,7 @@ class Supervisor:
   def _handle_exit(self, process: _Process, pid: int, status: int) -> None:
     role = process.role
     process.popen = None
+    displaced, process.displaced = process.displaced, False
     # Whatever it has left behind in its process group goes with it.
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.killpg(pid, signal.SIGKILL)
@@ -209,7 +268,7 @@ class Supervisor:
       role=role.name,
       code=status if status >= 0 else None,
       signal=signal.Signals(-status).name if status < 0 else None,
-      planned=self._ends(role),
+      planned=displaced or self._ends(role),
     )
     process.owed_since_s = None
     again = self._wants_restart(process, status)
@@ -245,13 +304,19 @@ class Supervisor:
 
   def _fail(self, process: _Process, status: int) -> bool:
     process.finished = status
-    raise RoleFailed(failure_line(process.role, status, process.log_start))
+    line = failure_line(process.role, status, process.log_start, process.log)
+    if process.role.spare:
+      _LOG.warning("%s; the job goes on without it", line)
+      return False
+    raise RoleFailed(line)
 
   def _plan_restart(self, process: _Process) -> None:
     now_s = time.monotonic()
     wait_s = self._backoff_s * 2 ** max(0, process.failures - 1)
-    process.start_at_s = now_s + (wait_s if process.failures > 1 else 0.0)
-    process.owed_since_s = now_s
+    wait_s = wait_s if process.failures > 1 else 0.0
+    process.held = process.role.held_s > wait_s
+    process.start_at_s = now_s + max(wait_s, process.role.held_s)
+    process.owed_since_s = None if process.role.spare else now_s
 
   def _start_due(self) -> None:
     now_s = time.monotonic()
@@ -264,11 +329,12 @@ class Supervisor:
     role = process.role
     process.attempt += 1
     env = dict(role.env) | {child.VARIABLE: str(os.getpid())}
+    core = affinity.boot_core()
+    if core is not None and (process.attempt > 1 or role.spare):
+      env[affinity.VARIABLE] = str(core)
     if process.attempt > 1:
-      core = affinity.boot_core()
-      if core is not None:
-        env[affinity.VARIABLE] = str(core)
       self._events.emit("restart", role=role.name, attempt=process.attempt)
+    process.log = role.log
     role.log.parent.mkdir(parents=True, exist_ok=True)
     with role.log.open("ab") as log:
       process.log_start = log.tell()
@@ -284,29 +350,30 @@ class Supervisor:
     process.popen = popen
     threading.Thread(
       target=self._await_exit,
-      args=(role.name, popen),
+      args=(process, popen),
       name=f"wait {role.name}",
       daemon=True,
     ).start()
 
-  def _await_exit(self, name: str, popen: "subprocess.Popen[bytes]") -> None:
+  def _await_exit(
+    self, process: _Process, popen: "subprocess.Popen[bytes]"
+  ) -> None:
     status = popen.wait()
-    self._exits.put((name, popen.pid, status))
+    self._exits.put((process, popen.pid, status))
 
 
-def failure_line(role: Role, status: int, log_start: int = 0) -> str:
+def failure_line(
+  role: Role, status: int, log_start: int = 0, log: Path | None = None
+) -> str:
   """One line: role, how it ended, the cause its log gives, and the log."""
   how = (
     f"was ended by {signal.Signals(-status).name}"
     if status < 0
     else f"exited with status {status}"
   )
-  cause = last_error(role.log, log_start)
-  return (
-    f"{role.name} {how}"
-    + (f": {cause}" if cause else "")
-    + (f"; see {role.log}")
-  )
+  log = log or role.log
+  cause = last_error(log, log_start)
+  return f"{role.name} {how}" + (f": {cause}" if cause else "") + f"; see {log}"
 
 
 def last_error(log: Path, start: int = 0) -> str:

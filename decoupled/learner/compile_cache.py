@@ -9,15 +9,27 @@ import jax
 
 _HIT = "/jax/compilation_cache/cache_hits"
 _MISS = "/jax/compilation_cache/cache_misses"
+_COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-  """Counts compilations found in the cache, and those it lacked."""
+  """Counts compilations found in the cache, and those it lacked.
+
+  `programs` counts both, and those that no cache was asked for: whatever was
+  not in memory.
+  """
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
     self._hits = 0
     self._misses = 0
+    self._programs = 0
+
+  @property
+  def programs(self) -> int:
+    """Programs compiled or loaded since `enable`."""
+    with self._lock:
+      return self._programs
 
   def counts(self) -> dict[str, int]:
     """`{"hits", "misses"}` since `enable`."""
@@ -28,6 +40,13 @@ class CompileCounter:
     with self._lock:
       self._hits += event == _HIT
       self._misses += event == _MISS
+
+  def _listen_durations(
+    self, event: str, duration_secs: float, **_: Any
+  ) -> None:
+    del duration_secs
+    with self._lock:
+      self._programs += event == _COMPILED
 
 
 def enable(directory: str | os.PathLike[str]) -> CompileCounter:
@@ -51,4 +70,7 @@ def enable(directory: str | os.PathLike[str]) -> CompileCounter:
   jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
   counter = CompileCounter()
   jax.monitoring.register_event_listener(counter._listen)
+  jax.monitoring.register_event_duration_secs_listener(
+    counter._listen_durations
+  )
   return counter

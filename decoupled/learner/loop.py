@@ -15,16 +15,16 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from decoupled.algorithm.policy import Exchange
 from decoupled.data.pipeline import Item
 from decoupled.learner.mesh import replicated
 from decoupled.learner.pace import Pace
 from decoupled.learner.step import TrainState, TrainStep, put_batch
-from decoupled.link.link import Link
 
 _RECENT_STEPS = 1 << 16  # step times kept for the median and the 99th
 
@@ -33,6 +33,32 @@ class Stretch(Protocol):
   """Stretches inner steps: a fault that is injected, 1.0 for none."""
 
   factor: float
+
+
+class Exchanging(Protocol):
+  """What the loop needs of a link; a standby's shadow steps have none.
+
+  Attributes:
+    done: the run has ended.
+    policy: the contract's exchange.
+  """
+
+  done: bool
+  policy: Exchange
+
+  @property
+  def common_step(self) -> int: ...
+  def boundary(
+    self,
+    params: Any,
+    *,
+    step: int,
+    tokens: int,
+    schedule_step: int = 0,
+    position: tuple[int, int] = (0, 0),
+    loss: float = math.nan,
+    idle: Callable[[], bool] = lambda: False,
+  ) -> Any: ...
 
 
 class FullSpeed:
@@ -78,7 +104,7 @@ class Trained:
 
 
 def train(
-  link: Link,
+  link: Exchanging,
   done: Trained,
   train_step: TrainStep,
   batches: Source,
@@ -167,7 +193,7 @@ def train(
 
 
 def _without_data(
-  link: Link, done: Trained, batches: Source, stopping: Callable[[], bool]
+  link: Exchanging, done: Trained, batches: Source, stopping: Callable[[], bool]
 ) -> Item | None:
   """Visits boundaries without steps: others may still need this learner.
 

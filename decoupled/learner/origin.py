@@ -125,7 +125,7 @@ class Search:
     while unreached < _UNREACHED:
       try:
         with self._take() as incoming:
-          return self._received(incoming)
+          return received(incoming, self._specs)
       except (Refused, Unreachable) as error:
         reason = error.reason if isinstance(error, Refused) else ""
         if reason in ("no_donor", "protocol"):
@@ -136,35 +136,6 @@ class Search:
           unreached += 1
           time.sleep(_RETRY_S)
     return None
-
-  def _received(self, incoming: states.Incoming) -> Origin:
-    """Places leaf after leaf as it comes.
-
-    Raises:
-      Refused: it does not fit, is not finite, or came damaged.
-    """
-    header = incoming.header
-    specs, structure = jax.tree.flatten(self._specs)
-    own = leaves_of(self._specs)
-    states.check_fit(header, own)
-    placed = []
-    arrays = incoming.arrays()
-    for leaf, spec in zip(own, specs, strict=True):
-      array = next(arrays)
-      if not _finite(array):
-        raise Refused(
-          "not_finite",
-          f"{leaf} of learner {header.donor} has values that are not finite",
-        )
-      faults.reached("donor.receiving")
-      placed.append(jax.device_put(array, spec.sharding))
-    next(arrays, None)  # nothing may follow
-    return Origin(
-      "donor",
-      jax.tree.unflatten(structure, placed),
-      header.schedule_step,
-      header.donor,
-    )
 
   # --- a checkpoint, or nothing --------------------------------------------
 
@@ -207,6 +178,40 @@ class Search:
         self._welcome.learner_id,
       )
     return Origin("fresh")
+
+
+def received(incoming: states.Incoming, wanted: Any) -> Origin:
+  """A donor's state, placed leaf after leaf as it comes.
+
+  Args:
+    incoming: from the donor.
+    wanted: specs of the state, with shardings.
+
+  Raises:
+    Refused: it does not fit, is not finite, or came damaged.
+  """
+  header = incoming.header
+  specs, structure = jax.tree.flatten(wanted)
+  own = leaves_of(wanted)
+  states.check_fit(header, own)
+  placed = []
+  arrays = incoming.arrays()
+  for leaf, spec in zip(own, specs, strict=True):
+    array = next(arrays)
+    if not _finite(array):
+      raise Refused(
+        "not_finite",
+        f"{leaf} of learner {header.donor} has values that are not finite",
+      )
+    faults.reached("donor.receiving")
+    placed.append(jax.device_put(array, spec.sharding))
+  next(arrays, None)  # nothing may follow
+  return Origin(
+    "donor",
+    jax.tree.unflatten(structure, placed),
+    header.schedule_step,
+    header.donor,
+  )
 
 
 def _finite(array: np.ndarray) -> bool:

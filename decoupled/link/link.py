@@ -23,7 +23,7 @@ import collections
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import jax
@@ -52,6 +52,8 @@ from decoupled.types import (
   Contribution,
   CopyId,
   Hello,
+  Manifest,
+  MergedFragment,
   Phase,
   Report,
   Stage,
@@ -168,6 +170,8 @@ class Link:
     self._said_at = 0.0
     self.done = False
     self._joined = False
+    self._followed: tuple[MergedFragment, ...] = ()
+    self._warm_for: tuple[Manifest, str] | None = None
     self.welcome: Welcome
     self.policy: Exchange
     self._ops: FragmentOps
@@ -175,19 +179,48 @@ class Link:
 
   # --- the loop's side -----------------------------------------------------
 
-  def join(self, params: Tree) -> Welcome:
+  def warm(
+    self,
+    params: Tree,
+    manifest: Manifest,
+    contract: tuple[tuple[str, str], ...],
+  ) -> None:
+    """Compiles the device operations before anything is claimed.
+
+    Args:
+      params: the parameter tree; left as it is.
+      manifest: how the run cuts it.
+      contract: the run's `key -> value` lines.
+    """
+    rule = exchange_of(dict(contract)).adoption
+    leaves = jax.tree.leaves(params)
+    self._ops = FragmentOps(manifest, self._leaf_index, leaves)
+    self._ops.warm(leaves, ("overwrite", rule))
+    self._warm_for = (manifest, rule)
+
+  def hold(self, fragments: Iterable[MergedFragment]) -> None:
+    """Takes versions that were fetched before the claim: `begin` fetches only
+    what is newer."""
+    self._followed = tuple(fragments)
+
+  def join(self, params: Tree, learner_id: int | None = None) -> Welcome:
     """Claims the id and warms up the device operations; does not wait.
+
+    Args:
+      params: the parameter tree.
+      learner_id: the id to claim; None for that of the hello.
 
     Raises:
       Refused: the syncer declined, and says why.
       Unreachable: it did not answer within its limit.
     """
+    if learner_id is not None:
+      self._hello = dataclasses.replace(self._hello, learner_id=learner_id)
     welcome = self._wire.hello(self._hello)
     self.welcome = welcome
     self.policy = exchange_of(dict(welcome.contract))
-    leaves = jax.tree.leaves(params)
-    self._ops = FragmentOps(welcome.manifest, self._leaf_index, leaves)
-    self._ops.warm(leaves, ("overwrite", self.policy.adoption))
+    if self._warm_for != (welcome.manifest, self.policy.adoption):
+      self.warm(params, welcome.manifest, welcome.contract)
     self._boundary = Boundary(
       self.policy,
       self._ops,
@@ -197,6 +230,9 @@ class Link:
     )
     self._boundary.session = Session(welcome.incarnation, welcome.term)
     self._joined = True
+    for merged in self._followed:
+      self._stage(merged, included=None)
+    self._followed = ()
     self._listen()
     return welcome
 
@@ -593,13 +629,21 @@ class Link:
     merged = self._wire.fetch(key, held, base)
     if merged.version <= held:
       return
+    included = None
+    if merged.included is not None:
+      included = self._copies.get(merged.included)
+    self._stage(merged, included)
+    faults.reached("link.staged")
+    self._wake.set()
+
+  def _stage(self, merged: MergedFragment, included: HostCopy | None) -> None:
+    """Puts a version next to the parameters, for the next boundary."""
+    key = merged.fragment
+    held = self._staged_versions.get(key, NO_VERSION)
     if self._keeps_bases:
       self._bases[(key, merged.version)] = merged.arrays
       for old in [v for p, v in self._bases if p == key and v < held]:
         del self._bases[(key, old)]
-    included = None
-    if merged.included is not None:
-      included = self._copies.get(merged.included)
     own_base = None
     # A merge that included a copy of a lost connection already holds what the
     # own base would carry on once more: such a version overwrites.
@@ -619,8 +663,6 @@ class Link:
       )
     )
     self._staged_versions[key] = merged.version
-    faults.reached("link.staged")
-    self._wake.set()
 
   @property
   def _keeps_bases(self) -> bool:

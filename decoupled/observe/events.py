@@ -65,6 +65,28 @@ KINDS: Mapping[str, Kind] = {
     "learner incarnation",
     "state_source donor age_steps phases compiles",
   ),
+  "standby": _kind(
+    "How a standby stands in the pool: warming, ready or gone. `since`: since "
+    "when it has been ready, or has not.",
+    "standby holder state why fingerprint",
+    "since",
+  ),
+  "decided": _kind(
+    "Who is to take over the id of a learner whose incarnation `lost` has "
+    "ended; `standby` is null where nobody can, for now.",
+    "learner lost standby why",
+  ),
+  "promoted": _kind(
+    "A standby has claimed the id of a learner: its process is that learner "
+    "from now on.",
+    "learner incarnation standby holder",
+    "fingerprint",
+  ),
+  "takeover": _kind(
+    "A promoted standby has finished its first step. `compiles`: programs it "
+    "compiled or loaded since it was promoted; `phases`: as in `ready`.",
+    "learner incarnation standby compiles phases",
+  ),
   "donation": _kind(
     "A donor's optimizer state was passed on to a joiner (`ok`), or not. "
     "`donor` is null where all that could give were busy.",

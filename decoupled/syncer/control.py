@@ -156,12 +156,13 @@ class Membership(pb_grpc.MembershipServicer):
     self, request: pb.ContractRequest, context: Context
   ) -> pb.ContractReply:
     try:
-      _same_protocol(request.protocol, request.holder)
+      same_protocol(request.protocol, request.holder)
     except Refused as error:
       await refuse(context, error)
     rounds = self._rounds
     lines = tuple(sorted(rounds.contract.items()))
-    said = RunContract(rounds.run_id, rounds.phase, lines)
+    manifest = None if rounds.model is None else rounds.manifest
+    said = RunContract(rounds.run_id, rounds.phase, lines, manifest)
     return messages.run_contract_to(said)
 
   async def Hello(
@@ -177,7 +178,7 @@ class Membership(pb_grpc.MembershipServicer):
     return reply
 
   async def _hello(self, request: pb.HelloRequest) -> Welcome:
-    _same_protocol(request.protocol, request.holder)
+    same_protocol(request.protocol, request.holder)
     hello = messages.hello_from(request)
     if hello.hosts == 1:
       return self._grant(hello)
@@ -333,6 +334,8 @@ class Membership(pb_grpc.MembershipServicer):
       bytes_up=self._traffic.bytes_up,
       bytes_down=self._traffic.bytes_down,
       learners=tuple(map(self._learner_status, first.values())),
+      standbys=self._rounds.pool.status(self._driver.now()),
+      vacant=self._rounds.pool.vacancies(self._driver.now()),
     )
 
   def _learner_status(self, stream: _Stream) -> LearnerStatus:
@@ -525,7 +528,7 @@ class Membership(pb_grpc.MembershipServicer):
       await context.write(message)
 
 
-def _same_protocol(protocol: int, holder: str) -> None:
+def same_protocol(protocol: int, holder: str) -> None:
   if protocol != PROTOCOL_VERSION:
     raise Refused(
       "protocol",

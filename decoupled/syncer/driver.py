@@ -15,6 +15,8 @@ from typing import Concatenate, Generic, ParamSpec, Protocol, TypeVar
 from decoupled import faults
 from decoupled.clock import Clock
 from decoupled.syncer.donors import Donors
+from decoupled.syncer.model import GlobalModel
+from decoupled.syncer.pool import Pool
 from decoupled.types import (
   Announcement,
   Arrays,
@@ -25,6 +27,7 @@ from decoupled.types import (
   MergedFragment,
   Phase,
   Report,
+  Standing,
   Version,
   Welcome,
 )
@@ -50,6 +53,8 @@ class RoundsLike(Protocol[JobT]):
   phase: Phase
   contract: dict[str, str]
   donors: Donors
+  pool: Pool
+  model: GlobalModel | None
 
   @property
   def run_id(self) -> str: ...
@@ -71,6 +76,8 @@ class RoundsLike(Protocol[JobT]):
   def fetch(
     self, now: float, learner_id: int, incarnation: int, fragment: int
   ) -> MergedFragment: ...
+  def enter_pool(self, now: float, standing: Standing) -> int: ...
+  def follow(self, now: float, fragment: int) -> MergedFragment: ...
   def delta(
     self, fragment: int, held: Version
   ) -> tuple[Version, Payload] | None: ...

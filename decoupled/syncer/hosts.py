@@ -21,7 +21,7 @@ from decoupled.types import (
   Stage,
 )
 
-_SAME = ("hosts", "run_id", "tensors", "contract")
+_SAME = ("hosts", "run_id", "tensors", "contract", "program")
 
 
 class Gathering:

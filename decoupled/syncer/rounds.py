@@ -36,6 +36,7 @@ from decoupled.syncer.donors import Donors
 from decoupled.syncer.membership import Member, Membership
 from decoupled.syncer.merging import MergeJob, Round
 from decoupled.syncer.model import GlobalModel
+from decoupled.syncer.pool import Pool
 from decoupled.syncer.settings import Limits
 from decoupled.syncer.step_log import StepLog
 from decoupled.syncer.units import Units
@@ -54,6 +55,7 @@ from decoupled.types import (
   MergedFragment,
   Phase,
   Report,
+  Standing,
   TensorSpec,
   Version,
   Welcome,
@@ -119,6 +121,7 @@ class Rounds:
     self._common_changes = 0
     self.membership = Membership(limits.lease_s, {})
     self.donors = Donors(self.membership, limits, events, self._changed)
+    self.pool = Pool(limits, events, self._t, self._pool_changed)
     self.contract = dict(plan.contract)
     self.model: GlobalModel | None = None
     self.accounts: Accounts | None = None
@@ -232,6 +235,7 @@ class Rounds:
     if not self._open_to(hello):
       raise Refused("ended", f"run {self._plan.run_id} is ending; nobody joins")
     self._check_contract(hello)
+    self.pool.check(hello)
     if self.model is None:
       self._use(self._first_manifest(hello.tensors))
       self._started_at = now
@@ -241,7 +245,8 @@ class Rounds:
         now, returning, "closed", "the same process has joined again"
       )
     owed = {i for i, until in self._owed.items() if until > now}
-    member = self.membership.claim(now, hello, owed)
+    member = self.membership.claim(now, hello, {*owed, *self.pool.reserved})
+    self.pool.claimed(now, member, hello)
     self.units.joined(now, member, hello, self.contract)
     self._forget_copies(member.learner_id)
     self._owed.pop(member.learner_id, None)
@@ -307,6 +312,32 @@ class Rounds:
         "the run's model",
       )
 
+  def enter_pool(self, now: float, standing: Standing) -> int:
+    """Lets a standby into the pool; raises Refused with both sides.
+
+    A run that ends is open to it: it hears so at once.
+    """
+    if standing.run_id not in ("", self._plan.run_id):
+      raise Refused(
+        "run",
+        f"{standing.holder} belongs to run {standing.run_id}, this syncer "
+        f"serves run {self._plan.run_id}: check --syncer_address",
+      )
+    for key, value in standing.contract:
+      known = self.contract.get(key, value)
+      if known != value:
+        raise Refused(
+          "contract",
+          f"{key} = {value} at {standing.holder}, but this run has {key} = "
+          f"{known}: use the run's configuration",
+        )
+    return self.pool.entered(now, standing)
+
+  def follow(self, now: float, fragment: int) -> MergedFragment:
+    """The newest version of a fragment, for a standby."""
+    del now
+    return self._newest(fragment)
+
   def _first_manifest(self, tensors: tuple[TensorSpec, ...]) -> Manifest:
     """Cuts the first learner's tensors; later learners must match them."""
     try:
@@ -351,6 +382,9 @@ class Rounds:
     self.units.gone(now, member, why)
     self.membership.remove(member.learner_id)
     self.donors.left(member.learner_id, why)
+    ending = self.phase in (Phase.DRAINING, Phase.ENDED) or self.drain_why
+    if not ending:
+      self.pool.lost(now, member, why, detail)
     self._forget_copies(member.learner_id)
     if self._seeder == member.learner_id:
       self._seeder = None
@@ -556,6 +590,12 @@ class Rounds:
   ) -> MergedFragment:
     """The newest version of a fragment, for one learner."""
     self.membership.get(learner_id, incarnation)
+    included = self._included.get((fragment, learner_id))
+    return self._newest(fragment, included)
+
+  def _newest(
+    self, fragment: int, included: CopyId | None = None
+  ) -> MergedFragment:
     if self.model is None or not 0 <= fragment < self._exchange.P:
       raise Refused("fragment", f"this run has no fragment {fragment}")
     found = self.model.fragments[fragment]
@@ -565,7 +605,7 @@ class Rounds:
       fragment=fragment,
       version=found.version,
       arrays=found.published,
-      included=self._included.get((fragment, learner_id)),
+      included=included,
       common_step=found.common_step,
       restored=found.restored,
       base=found.base,
@@ -674,7 +714,8 @@ class Rounds:
       times.append(self._started_at + self._limits.start_s)
     if self.phase is Phase.TRAINING:
       times.append(self._opens_at())
-    times += [self._drain_by, self._ends_by, self.donors.wake_at()]
+    times += [self._drain_by, self._ends_by]
+    times += [self.donors.wake_at(), self.pool.wake_at()]
     for r in self._open.values():
       if r.merging:
         continue
@@ -685,6 +726,7 @@ class Rounds:
 
   def _advance(self, now: float) -> None:
     self.donors.tick(now)
+    self.pool.tick(now)
     self._start(now)
     self._close(now)
     self._open_rounds(now)
@@ -697,6 +739,10 @@ class Rounds:
       self._common_changes += 1
     else:
       member.changes += 1
+
+  def _pool_changed(self) -> None:
+    """What standbys are told may have changed; learners hear nothing new."""
+    self.generation += 1
 
   # --- start -------------------------------------------------------------
 
@@ -1024,6 +1070,7 @@ class Rounds:
     if self.drain_why:
       return
     self.drain_why = why
+    self.pool.close()
     self._advance(now)
     self._changed()
 
@@ -1065,7 +1112,7 @@ class Rounds:
       and m.incarnation > 1
       and now < m.joined_at + self._limits.restart_s
     ]
-    return bool(owed or joining)
+    return bool(owed or joining or self.pool.reserved)
 
   def _begin_drain(self, now: float) -> None:
     """Opens one uncounted round per fragment; learners stop stepping."""

@@ -16,6 +16,7 @@ from decoupled.syncer.control import Membership, Traffic
 from decoupled.syncer.driver import Driver, JobT, RoundsLike
 from decoupled.syncer.relay import Relay
 from decoupled.syncer.transfers import TRANSFERS_PER_LEARNER, FragmentStore
+from decoupled.syncer.waiting import Waiting
 from decoupled.types import EventSink
 from decoupled.wire import credentials
 from decoupled.wire.address import Address
@@ -23,6 +24,7 @@ from decoupled.wire.proto.decoupled.v1 import (
   donations_pb2_grpc,
   fragments_pb2_grpc,
   membership_pb2_grpc,
+  pool_pb2_grpc,
 )
 from decoupled.wire.status import JobStatus
 
@@ -68,7 +70,7 @@ class Service:
     self._driver = Driver(
       rounds,
       clock or MonotonicClock(),
-      lambda: self._membership.changed(),
+      self._changed,
       guard,
     )
     parts = Assemblies()
@@ -90,7 +92,13 @@ class Service:
     donations_pb2_grpc.add_DonationsServicer_to_server(
       self._relay, self._server
     )
+    self._waiting = Waiting(self._driver, self._store, open_s)
+    pool_pb2_grpc.add_PoolServicer_to_server(self._waiting, self._server)
     self._running: asyncio.Task[None] | None = None
+
+  def _changed(self) -> None:
+    self._membership.changed()
+    self._waiting.changed()
 
   async def start(self, bind: Address) -> Address:
     """Begins to listen.
@@ -129,7 +137,9 @@ class Service:
     assert self._running is not None
     await self._running
     with contextlib.suppress(TimeoutError):
-      await asyncio.wait_for(self._membership.all_gone(), self._linger_s)
+      async with asyncio.timeout(self._linger_s):
+        await self._membership.all_gone()
+        await self._waiting.all_gone()
 
   async def stop(self, grace_s: float = 1.0) -> None:
     """Stops listening; calls under way have `grace_s` to finish."""

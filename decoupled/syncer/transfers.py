@@ -28,6 +28,7 @@ from decoupled.types import (
   Contribution,
   EventSink,
   MergedFragment,
+  Version,
 )
 from decoupled.wire import chunks, codecs, messages
 from decoupled.wire.credentials import CHUNK_BYTES
@@ -222,33 +223,38 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
     self, request: pb.FetchRequest, context: Context
   ) -> AsyncIterator[pb.Chunk]:
     try:
-      merged, encoding, payload = self._look_up(request)
+      held = messages.version_from(request.held)
+      merged = self._driver.call(
+        self._rounds.fetch,
+        request.learner_id,
+        request.incarnation,
+        request.fragment,
+      )
     except Refused as error:
       await refuse(context, error)
+    for chunk in self.down(merged, held):
+      yield chunk
+
+  def down(self, merged: MergedFragment, held: Version) -> Iterator[pb.Chunk]:
+    """A fragment as a stream, for who holds the version `held` of it."""
+    encoding, payload = self._encoded(merged, held)
     yield messages.fragment_to(merged, encoding)
     faults.reached("syncer.half_sent")
     for piece in chunks.split(payload, CHUNK_BYTES):
       self._traffic.bytes_down += len(piece.data)
       yield pb.Chunk(data=pb.Data(crc32=piece.crc32, data=piece.data))
 
-  def _look_up(
-    self, request: pb.FetchRequest
-  ) -> tuple[MergedFragment, Encoding, codecs.Payload]:
-    """The newest version, as a delta where the learner has its base."""
-    held = messages.version_from(request.held)
-    merged = self._driver.call(
-      self._rounds.fetch,
-      request.learner_id,
-      request.incarnation,
-      request.fragment,
-    )
+  def _encoded(
+    self, merged: MergedFragment, held: Version
+  ) -> tuple[Encoding, codecs.Payload]:
+    """As a delta where the other end has its base, else in full."""
     short = None
     if held != NO_VERSION:
-      short = self._rounds.delta(request.fragment, held)
+      short = self._rounds.delta(merged.fragment, held)
     if short is not None and short[0] == merged.version:
       payload = short[1]
       if codecs.is_delta(payload):
         encoding = Encoding("bfloat16", held, chunks.size(payload))
-        return merged, encoding, payload
+        return encoding, payload
     size = chunks.size(merged.arrays)
-    return merged, Encoding("float32", None, size), merged.arrays
+    return Encoding("float32", None, size), merged.arrays

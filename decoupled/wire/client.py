@@ -19,10 +19,12 @@ from decoupled.types import (
   Arrays,
   Contribution,
   Hello,
+  Manifest,
   MergedFragment,
   Phase,
   Report,
   RunContract,
+  Standing,
   StateHeader,
   Version,
   Welcome,
@@ -32,6 +34,7 @@ from decoupled.wire import chunks, codecs, credentials, messages, states
 from decoupled.wire import tls as tls_lib
 from decoupled.wire.address import Address
 from decoupled.wire.messages import Encoding
+from decoupled.wire.pool import PoolStream
 from decoupled.wire.proto.decoupled.v1 import (
   donations_pb2,
   donations_pb2_grpc,
@@ -39,6 +42,8 @@ from decoupled.wire.proto.decoupled.v1 import (
   fragments_pb2_grpc,
   membership_pb2,
   membership_pb2_grpc,
+  pool_pb2,
+  pool_pb2_grpc,
 )
 from decoupled.wire.status import JobStatus
 from decoupled.wire.stream import ControlStream, Outbox
@@ -150,6 +155,8 @@ class GrpcLearnerWire:
     self._membership = membership_pb2_grpc.MembershipStub(self._channels[0])
     self._store = fragments_pb2_grpc.FragmentStoreStub(self._channels[1])
     self._donations = donations_pb2_grpc.DonationsStub(self._channels[1])
+    self._pool = pool_pb2_grpc.PoolStub(self._channels[0])
+    self._followed = pool_pb2_grpc.PoolStub(self._channels[1])
 
   def _elsewhere(self) -> Address | None:
     """Where the syncer is now, None if that is where it was."""
@@ -300,8 +307,50 @@ class GrpcLearnerWire:
     call: Any = self._store.Fetch(
       request, timeout=self._transfer_s, metadata=self._metadata
     )
+    return self._down(call, fragment, held, base, self._granted.manifest)
+
+  def follow(
+    self,
+    manifest: Manifest,
+    fragment: int,
+    held: Version,
+    base: Arrays | None,
+  ) -> MergedFragment:
+    """As `fetch`, for a standby, which has claimed nothing.
+
+    Args:
+      manifest: of the run.
+      fragment: which.
+      held: the version that the standby holds.
+      base: that version's arrays, None for none.
+    """
+    request = pool_pb2.FollowRequest(
+      fragment=fragment,
+      held=messages.version_to(NO_VERSION if base is None else held),
+    )
+    call: Any = self._followed.Follow(
+      request, timeout=self._transfer_s, metadata=self._metadata
+    )
+    return self._down(call, fragment, held, base, manifest)
+
+  def pool(self, standing: Standing) -> PoolStream:
+    """Enters the pool of standbys."""
+    return PoolStream(
+      lambda said: self._pool.Wait(said, metadata=self._metadata),
+      standing,
+      lambda error: failure(error, self._address, self._connect_s),
+    )
+
+  def _down(
+    self,
+    call: Any,
+    fragment: int,
+    held: Version,
+    base: Arrays | None,
+    manifest: Manifest,
+  ) -> MergedFragment:
     try:
-      return self._receive(call, fragment, held, base)
+      return self._receive(call, fragment, held, base, manifest)
     except grpc.RpcError as error:
       raise failure(error, self._address, self._transfer_s) from None
     finally:
@@ -313,6 +362,7 @@ class GrpcLearnerWire:
     fragment: int,
     held: Version,
     base: Arrays | None,
+    manifest: Manifest,
   ) -> MergedFragment:
     first = next(call, None)
     if first is None:
@@ -326,7 +376,6 @@ class GrpcLearnerWire:
       raise messages.malformed(
         f"a delta against {encoding.base}, {held} is what this learner holds"
       )
-    manifest = self._granted.manifest
     faults.reached("wire.half_received")
     shapes = [manifest.shape(unit) for unit in manifest.fragments[fragment]]
     dtype: np.dtype[Any] = (

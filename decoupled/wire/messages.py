@@ -24,13 +24,16 @@ from decoupled.types import (
   Leaf,
   Manifest,
   MergedFragment,
+  Offer,
   OpenRound,
   Phase,
+  PoolWord,
   Report,
   Role,
   RunContract,
   Slice,
   Stage,
+  Standing,
   StateHeader,
   TensorSpec,
   Unit,
@@ -41,9 +44,11 @@ from decoupled.wire.proto.decoupled.v1 import common_pb2 as common_pb
 from decoupled.wire.proto.decoupled.v1 import donations_pb2 as donations_pb
 from decoupled.wire.proto.decoupled.v1 import fragments_pb2 as fragments_pb
 from decoupled.wire.proto.decoupled.v1 import membership_pb2 as membership_pb
-from decoupled.wire.status import JobStatus, LearnerStatus
+from decoupled.wire.proto.decoupled.v1 import pool_pb2 as pool_pb
+from decoupled.wire.status import JobStatus, LearnerStatus, StandbyStatus
 
 MAX_LEARNERS = 1 << 16
+MAX_STANDBYS = 1 << 16
 MAX_FRAGMENTS = 1 << 16
 MAX_TENSORS = 1 << 16
 MAX_LINES = 1 << 12
@@ -281,6 +286,7 @@ def hello_to(hello: Hello) -> membership_pb.HelloRequest:
     gives_state=hello.gives_state,
     host=hello.host,
     epoch=hello.epoch,
+    program=contract_to(hello.program),
   )
 
 
@@ -298,6 +304,7 @@ def hello_from(message: membership_pb.HelloRequest) -> Hello:
     gives_state=message.gives_state,
     host=_number("host", message.host, high=hosts - 1),
     epoch=_number("epoch", message.epoch),
+    program=contract_from(message.program),
   )
 
 
@@ -306,6 +313,7 @@ def run_contract_to(said: RunContract) -> membership_pb.ContractReply:
     run_id=said.run_id,
     phase=phase_to(said.phase),
     contract=contract_to(said.lines),
+    manifest=None if said.manifest is None else manifest_to(said.manifest),
   )
 
 
@@ -314,6 +322,9 @@ def run_contract_from(message: membership_pb.ContractReply) -> RunContract:
     run_id=_text("run_id", message.run_id),
     phase=phase_from(message.phase),
     lines=contract_from(message.contract),
+    manifest=(
+      manifest_from(message.manifest) if message.HasField("manifest") else None
+    ),
   )
 
 
@@ -566,11 +577,24 @@ def status_to(status: JobStatus) -> membership_pb.StatusReply:
       )
       for learner in status.learners
     ],
+    standbys=[
+      membership_pb.StandbyStatus(
+        name=standby.name,
+        holder=standby.holder,
+        fingerprint=standby.fingerprint,
+        missing=standby.missing,
+        since_s=standby.since_s,
+      )
+      for standby in status.standbys
+    ],
+    vacant=status.vacant,
   )
 
 
 def status_from(message: membership_pb.StatusReply) -> JobStatus:
   _at_most("status.learners", message.learners, MAX_LEARNERS)
+  _at_most("status.standbys", message.standbys, MAX_STANDBYS)
+  _at_most("status.vacant", message.vacant, MAX_LEARNERS)
   return JobStatus(
     run_id=_text("status.run_id", message.run_id),
     phase=phase_from(message.phase),
@@ -589,6 +613,80 @@ def status_from(message: membership_pb.StatusReply) -> JobStatus:
       )
       for learner in message.learners
     ),
+    standbys=tuple(
+      StandbyStatus(
+        name=_text("status.name", standby.name),
+        holder=_text("status.holder", standby.holder),
+        fingerprint=_text("status.fingerprint", standby.fingerprint),
+        missing=_text("status.missing", standby.missing),
+        since_s=_seconds("status.since_s", standby.since_s),
+      )
+      for standby in message.standbys
+    ),
+    vacant=tuple(_text("status.vacant", line) for line in message.vacant),
+  )
+
+
+# --- the pool --------------------------------------------------------------
+
+
+def standing_to(standing: Standing) -> pool_pb.Standing:
+  return pool_pb.Standing(
+    protocol=standing.protocol,
+    name=standing.name,
+    holder=standing.holder,
+    run_id=standing.run_id,
+    contract=contract_to(standing.contract),
+    program=contract_to(standing.program),
+    fingerprint=standing.fingerprint,
+    missing=standing.missing,
+    declined=standing.declined,
+  )
+
+
+def standing_from(message: pool_pb.Standing) -> Standing:
+  return Standing(
+    name=_text("standing.name", message.name),
+    holder=_text("standing.holder", message.holder),
+    run_id=_text("standing.run_id", message.run_id),
+    contract=contract_from(message.contract),
+    program=contract_from(message.program),
+    fingerprint=_text("standing.fingerprint", message.fingerprint),
+    missing=_text("standing.missing", message.missing),
+    declined=_number("standing.declined", message.declined),
+    protocol=message.protocol,
+  )
+
+
+def pool_word_to(word: PoolWord) -> pool_pb.PoolWord:
+  offer = word.offer
+  return pool_pb.PoolWord(
+    run_id=word.run_id,
+    phase=_PHASES[word.phase],
+    versions=[version_to(version) for version in word.versions],
+    offer=(
+      None
+      if offer is None
+      else pool_pb.Offer(number=offer.number, learner_id=offer.learner_id)
+    ),
+    heartbeat_s=word.heartbeat_s,
+  )
+
+
+def pool_word_from(message: pool_pb.PoolWord) -> PoolWord:
+  _at_most("word.versions", message.versions, MAX_FRAGMENTS)
+  offer = None
+  if message.HasField("offer"):
+    offer = Offer(
+      _number("offer.number", message.offer.number),
+      _learner("offer.learner_id", message.offer.learner_id),
+    )
+  return PoolWord(
+    run_id=_text("word.run_id", message.run_id),
+    phase=phase_from(message.phase),
+    versions=tuple(version_from(version) for version in message.versions),
+    offer=offer,
+    heartbeat_s=_seconds("word.heartbeat_s", message.heartbeat_s),
   )
 
 

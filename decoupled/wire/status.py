@@ -31,6 +31,25 @@ class LearnerStatus:
 
 
 @dataclasses.dataclass(frozen=True)
+class StandbyStatus:
+  """A standby in the pool.
+
+  Attributes:
+    name: as its runner calls it.
+    holder: `host:pid`.
+    fingerprint: of what it has compiled.
+    missing: what it still does before it is ready ("" = it is).
+    since_s: how long it has been so, seconds.
+  """
+
+  name: str
+  holder: str
+  fingerprint: str
+  missing: str
+  since_s: float
+
+
+@dataclasses.dataclass(frozen=True)
 class JobStatus:
   """A run.
 
@@ -40,6 +59,8 @@ class JobStatus:
     bytes_up: from learners to this syncer so far.
     bytes_down: the other way.
     learners: those connected.
+    standbys: those in the pool.
+    vacant: a sentence for each id that has lost its learner.
   """
 
   run_id: str
@@ -47,3 +68,5 @@ class JobStatus:
   bytes_up: int
   bytes_down: int
   learners: tuple[LearnerStatus, ...]
+  standbys: tuple[StandbyStatus, ...] = ()
+  vacant: tuple[str, ...] = ()

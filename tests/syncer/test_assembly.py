@@ -17,7 +17,9 @@ def part(host, slices, round_=1, attempt=0, incarnation=3, steps=1):
   copy = CopyId(incarnation, 1, round_, 0, attempt)
   header = CopyHeader(copy, Version(1, 0), steps, 8, 8)
   inside = [s for s in slices if s.unit < len(WHOLE)]
-  arrays = tuple(np.asarray(WHOLE[s.unit], np.float32)[s.within] for s in inside)
+  arrays = tuple(
+    np.asarray(WHOLE[s.unit], np.float32)[s.within] for s in inside
+  )
   return Contribution(0, header, arrays, host, tuple(slices))
 
 

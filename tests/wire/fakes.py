@@ -10,6 +10,7 @@ import numpy as np
 from decoupled.errors import Refused
 from decoupled.syncer.donors import Donors
 from decoupled.syncer.membership import Membership
+from decoupled.syncer.pool import Pool
 from decoupled.syncer.service import Service
 from decoupled.syncer.settings import Limits
 from decoupled.types import (
@@ -117,6 +118,8 @@ class FakeRounds:
 
   def __init__(self, codec: str = "float32") -> None:
     self.generation = 0
+    self.model = None
+    self.pool = Pool(Limits(), Events())
     self.phase = Phase.TRAINING
     self.ended = False
     self.manifest = MANIFEST

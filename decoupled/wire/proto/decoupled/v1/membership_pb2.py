@@ -25,19 +25,19 @@ _sym_db = _symbol_database.Default()
 from decoupled.wire.proto.decoupled.v1 import common_pb2 as decoupled_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x65\x63oupled/v1/membership.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x19\x64\x65\x63oupled/v1/common.proto\"k\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12 \n\x04role\x18\x04 \x01(\x0e\x32\x12.decoupled.v1.Role\x12\x0f\n\x07stacked\x18\x05 \x01(\x08\"4\n\x04Unit\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\x12\n\x05layer\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_layer\"<\n\x08\x46ragment\x12!\n\x05units\x18\x01 \x03(\x0b\x32\x12.decoupled.v1.Unit\x12\r\n\x05owner\x18\x02 \x01(\t\"`\n\x08Manifest\x12)\n\x07tensors\x18\x01 \x03(\x0b\x32\x18.decoupled.v1.TensorSpec\x12)\n\tfragments\x18\x02 \x03(\x0b\x32\x16.decoupled.v1.Fragment\"*\n\x0c\x43ontractLine\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"3\n\x0f\x43ontractRequest\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x0e\n\x06holder\x18\x02 \x01(\t\"q\n\rContractReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x05phase\x18\x02 \x01(\x0e\x32\x13.decoupled.v1.Phase\x12,\n\x08\x63ontract\x18\x03 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\"(\n\x08Position\x12\x0c\n\x04unit\x18\x01 \x01(\x03\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"\x80\x02\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x12\n\nlearner_id\x18\x02 \x01(\x11\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.decoupled.v1.TensorSpec\x12,\n\x08\x63ontract\x18\x06 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\x12\r\n\x05hosts\x18\x07 \x01(\x05\x12\x10\n\x08previous\x18\x08 \x01(\x03\x12\x13\n\x0bgives_state\x18\t \x01(\x08\x12\x0c\n\x04host\x18\n \x01(\x05\x12\r\n\x05\x65poch\x18\x0b \x01(\x03\"\x8d\x02\n\x07Welcome\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0c\n\x04term\x18\x04 \x01(\x03\x12(\n\x08manifest\x18\x05 \x01(\x0b\x32\x16.decoupled.v1.Manifest\x12,\n\x08\x63ontract\x18\x06 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\x08 \x01(\x01\x12(\n\x08position\x18\t \x01(\x0b\x32\x16.decoupled.v1.Position\x12\x13\n\x0bhas_history\x18\n \x01(\x08\"U\n\tHeartbeat\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x11\n\tsent_at_s\x18\x03 \x01(\x01\x12\x0c\n\x04host\x18\x04 \x01(\x05\"\xcc\x03\n\x06Report\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03seq\x18\x03 \x01(\x03\x12\"\n\x05stage\x18\x04 \x01(\x0e\x32\x13.decoupled.v1.Stage\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0e\n\x06tokens\x18\x06 \x01(\x03\x12\x15\n\rschedule_step\x18\x07 \x01(\x03\x12(\n\x06\x63opies\x18\x08 \x03(\x0b\x32\x18.decoupled.v1.CopyHeader\x12\'\n\x08versions\x18\t \x03(\x0b\x32\x15.decoupled.v1.Version\x12(\n\x08position\x18\n \x01(\x0b\x32\x16.decoupled.v1.Position\x12\x11\n\tsent_at_s\x18\x0b \x01(\x01\x12\x13\n\x0bstep_ends_s\x18\x0c \x03(\x01\x12\x0c\n\x04loss\x18\r \x01(\x01\x12#\n\x06\x63laims\x18\x0e \x03(\x0b\x32\x13.decoupled.v1.Claim\x12\r\n\x05wants\x18\x0f \x01(\x05\x12\x11\n\tunclaimed\x18\x10 \x01(\x03\x12\x15\n\rtokens_before\x18\x11 \x01(\x03\x12\x14\n\x0ctokens_alone\x18\x12 \x01(\x03\x12\x0c\n\x04host\x18\x13 \x01(\x05\"4\n\x05\x43laim\x12\r\n\x05place\x18\x01 \x01(\x03\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\"\x14\n\x05Leave\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x97\x01\n\x0eLearnerMessage\x12,\n\theartbeat\x18\x01 \x01(\x0b\x32\x17.decoupled.v1.HeartbeatH\x00\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x14.decoupled.v1.ReportH\x00\x12$\n\x05leave\x18\x03 \x01(\x0b\x32\x13.decoupled.v1.LeaveH\x00\x42\t\n\x07message\"j\n\tOpenRound\x12&\n\x07version\x18\x01 \x01(\x0b\x32\x15.decoupled.v1.Version\x12\x10\n\x08\x66ragment\x18\x02 \x01(\x05\x12#\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x15.decoupled.v1.Version\"A\n\x0bRefusedCopy\x12\"\n\x04\x63opy\x18\x01 \x01(\x0b\x32\x14.decoupled.v1.CopyId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x06\x43laims\x12#\n\x06\x63laims\x18\x01 \x03(\x0b\x32\x13.decoupled.v1.Claim\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\"\x82\x03\n\x0c\x41nnouncement\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\"\n\x05phase\x18\x03 \x01(\x0e\x32\x13.decoupled.v1.Phase\x12%\n\x04open\x18\x04 \x03(\x0b\x32\x17.decoupled.v1.OpenRound\x12\x12\n\nnext_round\x18\x05 \x01(\x03\x12\x16\n\x0enext_open_in_s\x18\x06 \x01(\x01\x12\x0e\n\x06pace_s\x18\x07 \x01(\x01\x12\'\n\x08versions\x18\x08 \x03(\x0b\x32\x15.decoupled.v1.Version\x12$\n\x06wanted\x18\t \x03(\x0b\x32\x14.decoupled.v1.CopyId\x12*\n\x07refused\x18\n \x03(\x0b\x32\x19.decoupled.v1.RefusedCopy\x12\x13\n\x0b\x63ommon_step\x18\x0b \x01(\x03\x12\x0c\n\x04note\x18\x0c \x01(\t\x12\x0e\n\x06\x64onate\x18\r \x01(\x03\x12\"\n\x04\x64\x61ta\x18\x0e \x01(\x0b\x32\x14.decoupled.v1.Claims\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03why\x18\x01 \x01(\t\"0\n\nDrainReply\x12\"\n\x05phase\x18\x01 \x01(\x0e\x32\x13.decoupled.v1.Phase\"4\n\rExpectRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x0f\n\x07limit_s\x18\x02 \x01(\x01\"\r\n\x0b\x45xpectReply\"\x0f\n\rStatusRequest\"\xab\x01\n\rLearnerStatus\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\r\n\x05hosts\x18\x04 \x01(\x05\x12\"\n\x05stage\x18\x05 \x01(\x0e\x32\x13.decoupled.v1.Stage\x12\x0c\n\x04step\x18\x06 \x01(\x03\x12\x0e\n\x06tokens\x18\x07 \x01(\x03\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\"\x96\x01\n\x0bStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x05phase\x18\x02 \x01(\x0e\x32\x13.decoupled.v1.Phase\x12\x10\n\x08\x62ytes_up\x18\x03 \x01(\x03\x12\x12\n\nbytes_down\x18\x04 \x01(\x03\x12-\n\x08learners\x18\x05 \x03(\x0b\x32\x1b.decoupled.v1.LearnerStatus*e\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WEIGHT\x10\x01\x12\x12\n\x0eROLE_EMBEDDING\x10\x02\x12\x12\n\x0eROLE_STATISTIC\x10\x03\x12\x0e\n\nROLE_LOCAL\x10\x04*j\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_JOINING\x10\x01\x12\x12\n\x0eSTAGE_TRAINING\x10\x02\x12\x10\n\x0cSTAGE_PAUSED\x10\x03\x12\x11\n\rSTAGE_DRAINED\x10\x04*j\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_WAITING\x10\x01\x12\x12\n\x0ePHASE_TRAINING\x10\x02\x12\x12\n\x0ePHASE_DRAINING\x10\x03\x12\x0f\n\x0bPHASE_ENDED\x10\x04\x32\x9c\x03\n\nMembership\x12\x46\n\x08\x43ontract\x12\x1d.decoupled.v1.ContractRequest\x1a\x1b.decoupled.v1.ContractReply\x12:\n\x05Hello\x12\x1a.decoupled.v1.HelloRequest\x1a\x15.decoupled.v1.Welcome\x12G\n\x07\x43ontrol\x12\x1c.decoupled.v1.LearnerMessage\x1a\x1a.decoupled.v1.Announcement(\x01\x30\x01\x12=\n\x05\x44rain\x12\x1a.decoupled.v1.DrainRequest\x1a\x18.decoupled.v1.DrainReply\x12@\n\x06Status\x12\x1b.decoupled.v1.StatusRequest\x1a\x19.decoupled.v1.StatusReply\x12@\n\x06\x45xpect\x12\x1b.decoupled.v1.ExpectRequest\x1a\x19.decoupled.v1.ExpectReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x65\x63oupled/v1/membership.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x19\x64\x65\x63oupled/v1/common.proto\"k\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12 \n\x04role\x18\x04 \x01(\x0e\x32\x12.decoupled.v1.Role\x12\x0f\n\x07stacked\x18\x05 \x01(\x08\"4\n\x04Unit\x12\x0e\n\x06tensor\x18\x01 \x01(\t\x12\x12\n\x05layer\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x08\n\x06_layer\"<\n\x08\x46ragment\x12!\n\x05units\x18\x01 \x03(\x0b\x32\x12.decoupled.v1.Unit\x12\r\n\x05owner\x18\x02 \x01(\t\"`\n\x08Manifest\x12)\n\x07tensors\x18\x01 \x03(\x0b\x32\x18.decoupled.v1.TensorSpec\x12)\n\tfragments\x18\x02 \x03(\x0b\x32\x16.decoupled.v1.Fragment\"*\n\x0c\x43ontractLine\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"3\n\x0f\x43ontractRequest\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x0e\n\x06holder\x18\x02 \x01(\t\"\x9b\x01\n\rContractReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x05phase\x18\x02 \x01(\x0e\x32\x13.decoupled.v1.Phase\x12,\n\x08\x63ontract\x18\x03 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\x12(\n\x08manifest\x18\x04 \x01(\x0b\x32\x16.decoupled.v1.Manifest\"(\n\x08Position\x12\x0c\n\x04unit\x18\x01 \x01(\x03\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"\xad\x02\n\x0cHelloRequest\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x12\n\nlearner_id\x18\x02 \x01(\x11\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12)\n\x07tensors\x18\x05 \x03(\x0b\x32\x18.decoupled.v1.TensorSpec\x12,\n\x08\x63ontract\x18\x06 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\x12\r\n\x05hosts\x18\x07 \x01(\x05\x12\x10\n\x08previous\x18\x08 \x01(\x03\x12\x13\n\x0bgives_state\x18\t \x01(\x08\x12\x0c\n\x04host\x18\x0b \x01(\x05\x12\r\n\x05\x65poch\x18\x0c \x01(\x03\x12+\n\x07program\x18\n \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\"\x8d\x02\n\x07Welcome\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x0c\n\x04term\x18\x04 \x01(\x03\x12(\n\x08manifest\x18\x05 \x01(\x0b\x32\x16.decoupled.v1.Manifest\x12,\n\x08\x63ontract\x18\x06 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\x12\x0f\n\x07lease_s\x18\x07 \x01(\x01\x12\x13\n\x0bheartbeat_s\x18\x08 \x01(\x01\x12(\n\x08position\x18\t \x01(\x0b\x32\x16.decoupled.v1.Position\x12\x13\n\x0bhas_history\x18\n \x01(\x08\"U\n\tHeartbeat\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x11\n\tsent_at_s\x18\x03 \x01(\x01\x12\x0c\n\x04host\x18\x04 \x01(\x05\"\xcc\x03\n\x06Report\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03seq\x18\x03 \x01(\x03\x12\"\n\x05stage\x18\x04 \x01(\x0e\x32\x13.decoupled.v1.Stage\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\x0e\n\x06tokens\x18\x06 \x01(\x03\x12\x15\n\rschedule_step\x18\x07 \x01(\x03\x12(\n\x06\x63opies\x18\x08 \x03(\x0b\x32\x18.decoupled.v1.CopyHeader\x12\'\n\x08versions\x18\t \x03(\x0b\x32\x15.decoupled.v1.Version\x12(\n\x08position\x18\n \x01(\x0b\x32\x16.decoupled.v1.Position\x12\x11\n\tsent_at_s\x18\x0b \x01(\x01\x12\x13\n\x0bstep_ends_s\x18\x0c \x03(\x01\x12\x0c\n\x04loss\x18\r \x01(\x01\x12#\n\x06\x63laims\x18\x0e \x03(\x0b\x32\x13.decoupled.v1.Claim\x12\r\n\x05wants\x18\x0f \x01(\x05\x12\x11\n\tunclaimed\x18\x10 \x01(\x03\x12\x15\n\rtokens_before\x18\x11 \x01(\x03\x12\x14\n\x0ctokens_alone\x18\x12 \x01(\x03\x12\x0c\n\x04host\x18\x13 \x01(\x05\"4\n\x05\x43laim\x12\r\n\x05place\x18\x01 \x01(\x03\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x0c\n\x04\x64one\x18\x03 \x01(\x08\"\x14\n\x05Leave\x12\x0b\n\x03why\x18\x01 \x01(\t\"\x97\x01\n\x0eLearnerMessage\x12,\n\theartbeat\x18\x01 \x01(\x0b\x32\x17.decoupled.v1.HeartbeatH\x00\x12&\n\x06report\x18\x02 \x01(\x0b\x32\x14.decoupled.v1.ReportH\x00\x12$\n\x05leave\x18\x03 \x01(\x0b\x32\x13.decoupled.v1.LeaveH\x00\x42\t\n\x07message\"j\n\tOpenRound\x12&\n\x07version\x18\x01 \x01(\x0b\x32\x15.decoupled.v1.Version\x12\x10\n\x08\x66ragment\x18\x02 \x01(\x05\x12#\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x15.decoupled.v1.Version\"A\n\x0bRefusedCopy\x12\"\n\x04\x63opy\x18\x01 \x01(\x0b\x32\x14.decoupled.v1.CopyId\x12\x0e\n\x06reason\x18\x02 \x01(\t\"<\n\x06\x43laims\x12#\n\x06\x63laims\x18\x01 \x03(\x0b\x32\x13.decoupled.v1.Claim\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\"\x82\x03\n\x0c\x41nnouncement\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0b\n\x03seq\x18\x02 \x01(\x03\x12\"\n\x05phase\x18\x03 \x01(\x0e\x32\x13.decoupled.v1.Phase\x12%\n\x04open\x18\x04 \x03(\x0b\x32\x17.decoupled.v1.OpenRound\x12\x12\n\nnext_round\x18\x05 \x01(\x03\x12\x16\n\x0enext_open_in_s\x18\x06 \x01(\x01\x12\x0e\n\x06pace_s\x18\x07 \x01(\x01\x12\'\n\x08versions\x18\x08 \x03(\x0b\x32\x15.decoupled.v1.Version\x12$\n\x06wanted\x18\t \x03(\x0b\x32\x14.decoupled.v1.CopyId\x12*\n\x07refused\x18\n \x03(\x0b\x32\x19.decoupled.v1.RefusedCopy\x12\x13\n\x0b\x63ommon_step\x18\x0b \x01(\x03\x12\x0c\n\x04note\x18\x0c \x01(\t\x12\x0e\n\x06\x64onate\x18\r \x01(\x03\x12\"\n\x04\x64\x61ta\x18\x0e \x01(\x0b\x32\x14.decoupled.v1.Claims\"\x1b\n\x0c\x44rainRequest\x12\x0b\n\x03why\x18\x01 \x01(\t\"0\n\nDrainReply\x12\"\n\x05phase\x18\x01 \x01(\x0e\x32\x13.decoupled.v1.Phase\"4\n\rExpectRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x0f\n\x07limit_s\x18\x02 \x01(\x01\"\r\n\x0b\x45xpectReply\"\x0f\n\rStatusRequest\"\xab\x01\n\rLearnerStatus\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\r\n\x05hosts\x18\x04 \x01(\x05\x12\"\n\x05stage\x18\x05 \x01(\x0e\x32\x13.decoupled.v1.Stage\x12\x0c\n\x04step\x18\x06 \x01(\x03\x12\x0e\n\x06tokens\x18\x07 \x01(\x03\x12\x10\n\x08silent_s\x18\x08 \x01(\x01\"\xd5\x01\n\x0bStatusReply\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x05phase\x18\x02 \x01(\x0e\x32\x13.decoupled.v1.Phase\x12\x10\n\x08\x62ytes_up\x18\x03 \x01(\x03\x12\x12\n\nbytes_down\x18\x04 \x01(\x03\x12-\n\x08learners\x18\x05 \x03(\x0b\x32\x1b.decoupled.v1.LearnerStatus\x12-\n\x08standbys\x18\x06 \x03(\x0b\x32\x1b.decoupled.v1.StandbyStatus\x12\x0e\n\x06vacant\x18\x07 \x03(\t\"d\n\rStandbyStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06holder\x18\x02 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\x12\x0f\n\x07missing\x18\x04 \x01(\t\x12\x0f\n\x07since_s\x18\x05 \x01(\x01*e\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_WEIGHT\x10\x01\x12\x12\n\x0eROLE_EMBEDDING\x10\x02\x12\x12\n\x0eROLE_STATISTIC\x10\x03\x12\x0e\n\nROLE_LOCAL\x10\x04*j\n\x05Stage\x12\x15\n\x11STAGE_UNSPECIFIED\x10\x00\x12\x11\n\rSTAGE_JOINING\x10\x01\x12\x12\n\x0eSTAGE_TRAINING\x10\x02\x12\x10\n\x0cSTAGE_PAUSED\x10\x03\x12\x11\n\rSTAGE_DRAINED\x10\x04*j\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x11\n\rPHASE_WAITING\x10\x01\x12\x12\n\x0ePHASE_TRAINING\x10\x02\x12\x12\n\x0ePHASE_DRAINING\x10\x03\x12\x0f\n\x0bPHASE_ENDED\x10\x04\x32\x9c\x03\n\nMembership\x12\x46\n\x08\x43ontract\x12\x1d.decoupled.v1.ContractRequest\x1a\x1b.decoupled.v1.ContractReply\x12:\n\x05Hello\x12\x1a.decoupled.v1.HelloRequest\x1a\x15.decoupled.v1.Welcome\x12G\n\x07\x43ontrol\x12\x1c.decoupled.v1.LearnerMessage\x1a\x1a.decoupled.v1.Announcement(\x01\x30\x01\x12=\n\x05\x44rain\x12\x1a.decoupled.v1.DrainRequest\x1a\x18.decoupled.v1.DrainReply\x12@\n\x06Status\x12\x1b.decoupled.v1.StatusRequest\x1a\x19.decoupled.v1.StatusReply\x12@\n\x06\x45xpect\x12\x1b.decoupled.v1.ExpectRequest\x1a\x19.decoupled.v1.ExpectReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'decoupled.v1.membership_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=3080
-  _globals['_ROLE']._serialized_end=3181
-  _globals['_STAGE']._serialized_start=3183
-  _globals['_STAGE']._serialized_end=3289
-  _globals['_PHASE']._serialized_start=3291
-  _globals['_PHASE']._serialized_end=3397
+  _globals['_ROLE']._serialized_start=3333
+  _globals['_ROLE']._serialized_end=3434
+  _globals['_STAGE']._serialized_start=3436
+  _globals['_STAGE']._serialized_end=3542
+  _globals['_PHASE']._serialized_start=3544
+  _globals['_PHASE']._serialized_end=3650
   _globals['_TENSORSPEC']._serialized_start=74
   _globals['_TENSORSPEC']._serialized_end=181
   _globals['_UNIT']._serialized_start=183
@@ -50,46 +50,48 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CONTRACTLINE']._serialized_end=439
   _globals['_CONTRACTREQUEST']._serialized_start=441
   _globals['_CONTRACTREQUEST']._serialized_end=492
-  _globals['_CONTRACTREPLY']._serialized_start=494
-  _globals['_CONTRACTREPLY']._serialized_end=607
-  _globals['_POSITION']._serialized_start=609
-  _globals['_POSITION']._serialized_end=649
-  _globals['_HELLOREQUEST']._serialized_start=652
-  _globals['_HELLOREQUEST']._serialized_end=908
-  _globals['_WELCOME']._serialized_start=911
-  _globals['_WELCOME']._serialized_end=1180
-  _globals['_HEARTBEAT']._serialized_start=1182
-  _globals['_HEARTBEAT']._serialized_end=1267
-  _globals['_REPORT']._serialized_start=1270
-  _globals['_REPORT']._serialized_end=1730
-  _globals['_CLAIM']._serialized_start=1732
-  _globals['_CLAIM']._serialized_end=1784
-  _globals['_LEAVE']._serialized_start=1786
-  _globals['_LEAVE']._serialized_end=1806
-  _globals['_LEARNERMESSAGE']._serialized_start=1809
-  _globals['_LEARNERMESSAGE']._serialized_end=1960
-  _globals['_OPENROUND']._serialized_start=1962
-  _globals['_OPENROUND']._serialized_end=2068
-  _globals['_REFUSEDCOPY']._serialized_start=2070
-  _globals['_REFUSEDCOPY']._serialized_end=2135
-  _globals['_CLAIMS']._serialized_start=2137
-  _globals['_CLAIMS']._serialized_end=2197
-  _globals['_ANNOUNCEMENT']._serialized_start=2200
-  _globals['_ANNOUNCEMENT']._serialized_end=2586
-  _globals['_DRAINREQUEST']._serialized_start=2588
-  _globals['_DRAINREQUEST']._serialized_end=2615
-  _globals['_DRAINREPLY']._serialized_start=2617
-  _globals['_DRAINREPLY']._serialized_end=2665
-  _globals['_EXPECTREQUEST']._serialized_start=2667
-  _globals['_EXPECTREQUEST']._serialized_end=2719
-  _globals['_EXPECTREPLY']._serialized_start=2721
-  _globals['_EXPECTREPLY']._serialized_end=2734
-  _globals['_STATUSREQUEST']._serialized_start=2736
-  _globals['_STATUSREQUEST']._serialized_end=2751
-  _globals['_LEARNERSTATUS']._serialized_start=2754
-  _globals['_LEARNERSTATUS']._serialized_end=2925
-  _globals['_STATUSREPLY']._serialized_start=2928
-  _globals['_STATUSREPLY']._serialized_end=3078
-  _globals['_MEMBERSHIP']._serialized_start=3400
-  _globals['_MEMBERSHIP']._serialized_end=3812
+  _globals['_CONTRACTREPLY']._serialized_start=495
+  _globals['_CONTRACTREPLY']._serialized_end=650
+  _globals['_POSITION']._serialized_start=652
+  _globals['_POSITION']._serialized_end=692
+  _globals['_HELLOREQUEST']._serialized_start=695
+  _globals['_HELLOREQUEST']._serialized_end=996
+  _globals['_WELCOME']._serialized_start=999
+  _globals['_WELCOME']._serialized_end=1268
+  _globals['_HEARTBEAT']._serialized_start=1270
+  _globals['_HEARTBEAT']._serialized_end=1355
+  _globals['_REPORT']._serialized_start=1358
+  _globals['_REPORT']._serialized_end=1818
+  _globals['_CLAIM']._serialized_start=1820
+  _globals['_CLAIM']._serialized_end=1872
+  _globals['_LEAVE']._serialized_start=1874
+  _globals['_LEAVE']._serialized_end=1894
+  _globals['_LEARNERMESSAGE']._serialized_start=1897
+  _globals['_LEARNERMESSAGE']._serialized_end=2048
+  _globals['_OPENROUND']._serialized_start=2050
+  _globals['_OPENROUND']._serialized_end=2156
+  _globals['_REFUSEDCOPY']._serialized_start=2158
+  _globals['_REFUSEDCOPY']._serialized_end=2223
+  _globals['_CLAIMS']._serialized_start=2225
+  _globals['_CLAIMS']._serialized_end=2285
+  _globals['_ANNOUNCEMENT']._serialized_start=2288
+  _globals['_ANNOUNCEMENT']._serialized_end=2674
+  _globals['_DRAINREQUEST']._serialized_start=2676
+  _globals['_DRAINREQUEST']._serialized_end=2703
+  _globals['_DRAINREPLY']._serialized_start=2705
+  _globals['_DRAINREPLY']._serialized_end=2753
+  _globals['_EXPECTREQUEST']._serialized_start=2755
+  _globals['_EXPECTREQUEST']._serialized_end=2807
+  _globals['_EXPECTREPLY']._serialized_start=2809
+  _globals['_EXPECTREPLY']._serialized_end=2822
+  _globals['_STATUSREQUEST']._serialized_start=2824
+  _globals['_STATUSREQUEST']._serialized_end=2839
+  _globals['_LEARNERSTATUS']._serialized_start=2842
+  _globals['_LEARNERSTATUS']._serialized_end=3013
+  _globals['_STATUSREPLY']._serialized_start=3016
+  _globals['_STATUSREPLY']._serialized_end=3229
+  _globals['_STANDBYSTATUS']._serialized_start=3231
+  _globals['_STANDBYSTATUS']._serialized_end=3331
+  _globals['_MEMBERSHIP']._serialized_start=3653
+  _globals['_MEMBERSHIP']._serialized_end=4065
 # @@protoc_insertion_point(module_scope)

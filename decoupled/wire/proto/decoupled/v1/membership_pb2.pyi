@@ -243,20 +243,26 @@ class ContractReply(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     CONTRACT_FIELD_NUMBER: _builtins.int
+    MANIFEST_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     phase: Global___Phase.ValueType
     @_builtins.property
     def contract(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContractLine]: ...
+    @_builtins.property
+    def manifest(self) -> Global___Manifest:
+        """absent until the first learner has joined"""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         phase: Global___Phase.ValueType = ...,
         contract: _abc.Iterable[Global___ContractLine] | None = ...,
+        manifest: Global___Manifest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "phase", b"phase", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "manifest", b"manifest", "phase", b"phase", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,6 +305,7 @@ class HelloRequest(_message.Message):
     GIVES_STATE_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    PROGRAM_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     learner_id: _builtins.int
     """-1: any free one"""
@@ -318,6 +325,10 @@ class HelloRequest(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
     def contract(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContractLine]: ...
+    @_builtins.property
+    def program(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContractLine]:
+        """what shapes its executables"""
+
     def __init__(
         self,
         *,
@@ -332,10 +343,11 @@ class HelloRequest(_message.Message):
         gives_state: _builtins.bool = ...,
         host: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        program: _abc.Iterable[Global___ContractLine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "epoch", b"epoch", "gives_state", b"gives_state", "holder", b"holder", "host", b"host", "hosts", b"hosts", "learner_id", b"learner_id", "previous", b"previous", "protocol", b"protocol", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "epoch", b"epoch", "gives_state", b"gives_state", "holder", b"holder", "host", b"host", "hosts", b"hosts", "learner_id", b"learner_id", "previous", b"previous", "program", b"program", "protocol", b"protocol", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -864,6 +876,8 @@ class StatusReply(_message.Message):
     BYTES_UP_FIELD_NUMBER: _builtins.int
     BYTES_DOWN_FIELD_NUMBER: _builtins.int
     LEARNERS_FIELD_NUMBER: _builtins.int
+    STANDBYS_FIELD_NUMBER: _builtins.int
+    VACANT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     phase: Global___Phase.ValueType
     bytes_up: _builtins.int
@@ -871,6 +885,12 @@ class StatusReply(_message.Message):
     @_builtins.property
     def learners(self) -> _containers.RepeatedCompositeFieldContainer[Global___LearnerStatus]:
         """those connected"""
+
+    @_builtins.property
+    def standbys(self) -> _containers.RepeatedCompositeFieldContainer[Global___StandbyStatus]: ...
+    @_builtins.property
+    def vacant(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """ids without a learner, and why"""
 
     def __init__(
         self,
@@ -880,11 +900,46 @@ class StatusReply(_message.Message):
         bytes_up: _builtins.int = ...,
         bytes_down: _builtins.int = ...,
         learners: _abc.Iterable[Global___LearnerStatus] | None = ...,
+        standbys: _abc.Iterable[Global___StandbyStatus] | None = ...,
+        vacant: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "learners", b"learners", "phase", b"phase", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "learners", b"learners", "phase", b"phase", "run_id", b"run_id", "standbys", b"standbys", "vacant", b"vacant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class StandbyStatus(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    HOLDER_FIELD_NUMBER: _builtins.int
+    FINGERPRINT_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
+    SINCE_S_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    holder: _builtins.str
+    fingerprint: _builtins.str
+    missing: _builtins.str
+    """what it still does; empty: it is ready"""
+    since_s: _builtins.float
+    """how long it has been so"""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        holder: _builtins.str = ...,
+        fingerprint: _builtins.str = ...,
+        missing: _builtins.str = ...,
+        since_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "holder", b"holder", "missing", b"missing", "name", b"name", "since_s", b"since_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StandbyStatus: _TypeAlias = StandbyStatus  # noqa: Y015

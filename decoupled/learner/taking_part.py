@@ -1,0 +1,336 @@
+"""A learner from the claim of its id to its goodbye: join, train, save.
+
+The run's parameters are there before the first step, so that a start or a
+restart never trains in vain. Whoever has a prepared program can do this: a
+learner at once, a standby when it is told to.
+"""
+
+import dataclasses
+import logging
+import random
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+
+from decoupled import faults
+from decoupled.chaos.slow import Slowdown
+from decoupled.clock import MonotonicClock
+from decoupled.config import Config
+from decoupled.data.claimed import FIRST_S, ClaimedBatches, Claims
+from decoupled.launch import affinity
+from decoupled.launch.options import LearnerOptions
+from decoupled.launch.termination import Termination
+from decoupled.learner import compile_cache, loop
+from decoupled.learner import step as steps
+from decoupled.learner.copies import Copies
+from decoupled.learner.donor import Donor
+from decoupled.learner.origin import Origin, Search
+from decoupled.learner.pace import Pace
+from decoupled.learner.phases import Phases
+from decoupled.learner.program import Program
+from decoupled.learner.snapshots import Place, Snapshots
+from decoupled.link.link import Link, Patience
+from decoupled.observe.events import EventLog
+from decoupled.observe.metrics import Metrics, flop_utilisation
+from decoupled.types import Welcome
+from decoupled.wire import client
+
+_LOG = logging.getLogger("decoupled.learner")
+_METRICS_EVERY_S = 1.0
+
+
+@dataclasses.dataclass(eq=False)
+class Part:
+  """A program with a state, a connection and a link; it has no id yet.
+
+  Attributes:
+    program: what runs.
+    wire: to the syncer.
+    state: to begin with; the run's is put in its place.
+    claims: units of the corpus.
+    link: has not joined.
+    end: of this process.
+  """
+
+  program: Program
+  wire: client.GrpcLearnerWire
+  state: steps.TrainState
+  claims: Claims
+  link: Link
+  end: Termination
+
+
+def assemble(
+  program: Program,
+  wire: client.GrpcLearnerWire,
+  state: steps.TrainState,
+  end: Termination,
+) -> Part:
+  """Everything that is needed to take part, short of the claim."""
+  claims = program.claims()
+  link = _link(program, wire, state, claims, end)
+  return Part(program, wire, state, claims, link, end)
+
+
+def claim(part: Part, learner_id: int) -> Welcome:
+  """Claims an id; refused, the part may claim another one.
+
+  Raises:
+    Refused: the syncer declined, and says why.
+    Unreachable: it did not answer within its limit.
+  """
+  return part.link.join(part.state.params, learner_id)
+
+
+def take_part(
+  part: Part,
+  welcome: Welcome,
+  phases: Phases,
+  first_step: Callable[[], None] = lambda: None,
+) -> int:
+  """Trains to the end of the run; returns the exit status.
+
+  Args:
+    part: is used up.
+    welcome: from `claim`.
+    phases: gets the marks `joined` and `ready`.
+    first_step: told after the boundary that follows the first inner step.
+
+  Raises:
+    DecoupledError: with the line that the user reads.
+  """
+  program, link, claims, end = part.program, part.link, part.claims, part.end
+  config, options = program.config, program.options
+  opt_specs, wire, state = program.specs.opt_state, part.wire, part.state
+  end.role = f"learner/{welcome.learner_id}"
+  phases.mark("joined")
+  search = Search(
+    wire.take_state, welcome, store_of(options), opt_specs, link.wake
+  )
+  # The syncer answers reports, and there are none between here and the first
+  # step: what it grants late, having just begun itself, is waited for here (for
+  # the lease in which a new syncer only listens).
+  first_unit_by = time.monotonic() + FIRST_S
+  state = state._replace(
+    params=link.begin(
+      state.params,
+      lambda: (
+        search.done() and (claims.ready or time.monotonic() > first_unit_by)
+      ),
+    )
+  )
+  origin = search.result()
+  if origin.opt_state is not None:
+    state = state._replace(opt_state=origin.opt_state)
+  phases.mark("ready")
+  place = Place(store_of(options), welcome.learner_id, welcome.run_id)
+  copies = Copies(program.copy)
+  saved = Snapshots(
+    place,
+    config.checkpoint,
+    config.exchange.H / config.exchange.P,
+    copies,
+    log_of(options),
+    MonotonicClock(),
+  )
+  donor = Donor(link, welcome.learner_id, wire.give_state, copies, opt_specs)
+  batches = ClaimedBatches(
+    program.text.train,
+    program.order,
+    claims,
+    config.batch.sequences,
+    learner=welcome.learner_id,
+  )
+  done = loop.Trained(
+    state=state,
+    schedule_step=max(link.common_step, origin.saved.get("schedule_step", 0)),
+    position=batches.position,
+  )
+  _say_ready(options, link, origin, phases, program.compiles)
+  affinity.release()
+  end.something_to_lose()
+  stopping = end.requested.is_set
+  _train(program, link, done, saved, donor, batches, stopping, first_step)
+  donor.close()
+  _finish(options, link, done, saved, end, program.compiles)
+  batches.close()
+  return 0 if link.done else end.status
+
+
+def _say_ready(
+  options: LearnerOptions,
+  link: Link,
+  origin: Origin,
+  phases: Phases,
+  compiles: compile_cache.CompileCounter,
+) -> None:
+  log = log_of(options)
+  age = None
+  if origin.schedule_step is not None:
+    age = max(0, link.common_step - origin.schedule_step)
+  if origin.donor is not None:
+    _LOG.info(
+      "optimizer state comes from learner %d, %d steps ago", origin.donor, age
+    )
+  log.emit(
+    "ready",
+    learner=link.welcome.learner_id,
+    incarnation=link.welcome.incarnation,
+    state_source=origin.source,
+    donor=origin.donor,
+    age_steps=age,
+    phases=phases.since(options.started_at or 0.0),
+    compiles=compiles.counts(),
+  )
+  log.close()
+
+
+def log_of(options: LearnerOptions) -> EventLog:
+  """The run's event log; its times count from the job's start."""
+  return EventLog(
+    options.workdir / "events.jsonl",
+    options.started_at or 0.0,
+    MonotonicClock(),
+  )
+
+
+def store_of(options: LearnerOptions) -> str:
+  """Folder or URL of the run's checkpoints."""
+  return options.store or str(options.workdir / "checkpoints")
+
+
+def _link(
+  program: Program,
+  wire: client.GrpcLearnerWire,
+  state: steps.TrainState,
+  claims: Claims,
+  end: Termination,
+) -> Link:
+  limits = program.config.limits
+
+  def leaving(ending: bool) -> bool:
+    """A drain is worth some of the grace time, any other wait is not."""
+    return end.half_over() if ending else end.requested.is_set()
+
+  return Link(
+    wire,
+    state.params,
+    program.hello(-1),
+    patience=Patience(
+      join_s=limits.start_s + limits.connect_s, end_s=4 * limits.drain_s
+    ),
+    leaving=leaving,
+    claims=claims,
+  )
+
+
+def _train(
+  program: Program,
+  link: Link,
+  done: loop.Trained,
+  saved: Snapshots,
+  donor: Donor,
+  batches: ClaimedBatches,
+  stopping: Callable[[], bool],
+  first_step: Callable[[], None],
+) -> None:
+  config, mesh = program.config, program.mesh
+  learner_id = link.welcome.learner_id
+  per_step = config.batch.sequences * config.corpus.context
+  metrics = Metrics(
+    program.options.workdir / "metrics" / f"learner_{learner_id}"
+  )
+  flops = program.task.flops_per_token(config.corpus.context) * per_step
+  device = mesh.devices.flat[0].device_kind
+  clock = MonotonicClock()
+  said = 0.0
+
+  def after_step(now: loop.Trained) -> None:
+    nonlocal said
+    saved.after_step(now)
+    donor.after_step(now)
+    if now.step == 1:
+      first_step()
+    time_s = clock.now()
+    if time_s - said < _METRICS_EVERY_S:
+      return
+    said, step_s = time_s, now.step_s[-1]
+    metrics.step(
+      now.schedule_step,
+      loss=now.loss,
+      tokens_per_second=per_step / step_s,
+      learning_rate=now.learning_rate,
+      model_flop_utilisation=flop_utilisation(flops, step_s, device, mesh.size),
+    )
+
+  pace = Pace(clock)
+  loop.train(
+    link,
+    done,
+    program.train_step,
+    batches,
+    mesh,
+    pace,
+    tokens_per_step=per_step,
+    learner_id=learner_id,
+    pad=_pad(config, learner_id, mesh),
+    slow=Slowdown.from_environment(),
+    stopping=stopping,
+    after_step=after_step,
+  )
+  pace.close()
+  metrics.close()
+
+
+def _pad(
+  config: Config, learner_id: int, mesh: jax.sharding.Mesh
+) -> Callable[[], float]:
+  """The sleep of each step: fixed, or spread evenly about its mean.
+
+  It stands for accelerator time: where there is an accelerator, there is none.
+  """
+  if mesh.devices.flat[0].platform != "cpu":
+    return lambda: 0.0
+  mean, share = config.local.pad_s, config.local.jitter
+  draw = random.Random(learner_id)
+  return lambda: mean * (1 + share * draw.uniform(-1, 1)) if share else mean
+
+
+def _finish(
+  options: LearnerOptions,
+  link: Link,
+  done: loop.Trained,
+  saved: Snapshots,
+  end: Termination,
+  compiles: compile_cache.CompileCounter,
+) -> None:
+  """Saves the inner optimizer state, if it has trained; says goodbye, leaves.
+
+  Whatever takes too long here, `end` leaves in its place.
+  """
+  log = log_of(options)
+  faults.reached("learner.finished")
+  outcome = "nothing_to_save"
+  if done.step:
+    outcome = "saved" if saved.save(done, end.left_s) else "not_saved"
+  reason = "ended" if link.done else "left"
+  step_s = sorted(done.step_s) or [0.0]
+  log.emit(
+    "learner_done",
+    learner=link.welcome.learner_id,
+    incarnation=link.welcome.incarnation,
+    steps=done.step - link.earlier[0],
+    tokens=done.tokens - link.earlier[1],
+    median_step_s=statistics.median(step_s),
+    p99_step_s=step_s[int(0.99 * (len(step_s) - 1))],
+    compiles=compiles.counts(),
+    loss=done.loss,
+    versions=[list(version) for version in link.versions],
+    params_digest=link.digest(done.state.params),
+    exit_reason=reason,
+  )
+  link.close(reason if link.done else end.why)
+  end.ended(outcome)
+  log.close()

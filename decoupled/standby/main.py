@@ -1,0 +1,250 @@
+"""The process of a standby: prepare, wait in the pool, take over.
+
+It has everything that a learner has before it claims an id, and has done once
+whatever a takeover does. While it waits it follows the global fragments on the
+host, so that a takeover fetches only what is newer. It ends with the run.
+"""
+
+import logging
+import time
+
+from decoupled import faults
+from decoupled.config import Config
+from decoupled.errors import Refused, Unreachable
+from decoupled.launch import affinity, folders
+from decoupled.launch.options import LearnerOptions, StandbyOptions
+from decoupled.launch.termination import Termination
+from decoupled.learner import joining, program, taking_part
+from decoupled.learner.phases import Phases
+from decoupled.learner.taking_part import Part
+from decoupled.standby import shadow
+from decoupled.types import (
+  NO_VERSION,
+  Manifest,
+  MergedFragment,
+  Offer,
+  Phase,
+  PoolWord,
+  RunContract,
+  Standing,
+  Version,
+)
+from decoupled.wire.pool import PoolStream
+
+_LOG = logging.getLogger("decoupled.standby")
+_LOOK_S = 0.5
+_FOLLOW_S = 0.5  # a fragment is followed no more often
+_AGAIN_S = 0.5
+_SAY_S = 30.0
+
+
+def run(config: Config, options: StandbyOptions) -> int:
+  """Waits for a role and plays it; returns the exit status.
+
+  Raises:
+    DecoupledError: with the line that the user reads.
+  """
+  faults.arm(options.name)
+  folders.prepare(options.workdir)
+  end = Termination(options.name, config.limits.grace_s)
+  end.events = taking_part.log_of(options)
+  try:
+    return _Standby(config, options, end).run()
+  finally:
+    end.close()
+
+
+class _Standby:
+  """One process: what it has prepared, and what it follows."""
+
+  def __init__(self, config: Config, options: StandbyOptions, end: Termination):
+    self._config = config
+    self._options = options
+    self._end = end
+    self._phases = Phases()
+    self._wire = joining.dial(config, options)
+    self._part: Part | None = None
+    self._run_id = ""
+    self._contract: tuple[tuple[str, str], ...] = ()
+    self._manifest: Manifest | None = None
+    self._followed: dict[int, MergedFragment] = {}
+    self._declined = 0
+    self._said_at = 0.0
+
+  def run(self) -> int:
+    self._end.goodbye = self._wire.leave
+    while True:
+      try:
+        return self._wait()
+      except Unreachable as error:
+        self._say_lost(error)
+      except Refused as error:
+        if error.reason == "ended":
+          print(f"nothing to stand by for: {error}")
+          return 0
+        if error.reason != "fenced":
+          raise
+        _LOG.warning("%s; entering it again", error)
+      time.sleep(_AGAIN_S)
+
+  def _say_lost(self, error: Unreachable) -> None:
+    now = time.monotonic()
+    if now - self._said_at > _SAY_S:
+      self._said_at = now
+      _LOG.warning("no syncer: %s; standing by", error)
+
+  # --- warm-up ---------------------------------------------------------------
+
+  def _wait(self) -> int:
+    """In the pool, from entering it to the end of the run, or of a role."""
+    asked = self._wire.contract(joining.holder())
+    config, options = joining.adopt(self._config, self._options, asked)
+    agreed = joining.agreed(config, options.seed or 0)
+    if agreed != self._contract or asked.run_id != self._run_id:
+      self._forget()
+      self._contract, self._run_id = agreed, asked.run_id
+    pool = self._wire.pool(self._standing(self._missing()))
+    try:
+      if self._part is None:
+        self._prepare(config, options, asked)
+        pool.say(self._standing(self._missing()))
+      return self._in_pool(pool)
+    finally:
+      pool.close()
+
+  def _forget(self) -> None:
+    """Another run, or another contract: all is made anew."""
+    self._part, self._manifest = None, None
+    self._followed.clear()
+
+  def _prepare(
+    self, config: Config, options: LearnerOptions, asked: RunContract
+  ) -> None:
+    prepared = program.prepare(config, options, asked)
+    self._phases.mark("compiled")
+    shadow.run(prepared)
+    self._part = taking_part.assemble(
+      prepared, self._wire, prepared.initial(), self._end
+    )
+
+  def _warm(self, part: Part, asked: RunContract) -> None:
+    """The device operations of every fragment, once the model is cut."""
+    if asked.manifest is None:
+      return
+    part.link.warm(part.state.params, asked.manifest, asked.lines)
+    self._manifest = asked.manifest
+    self._phases.mark("warm")
+    _LOG.info("ready: fingerprint %s", part.program.fingerprint)
+    affinity.release()
+
+  def _missing(self) -> str:
+    if self._part is None:
+      return "it compiles the program"
+    if self._manifest is None:
+      return "the run has no learner yet, hence no fragments"
+    return ""
+
+  def _standing(self, missing: str) -> Standing:
+    made = None if self._part is None else self._part.program
+    return Standing(
+      name=self._options.name,
+      holder=joining.holder(),
+      run_id=self._run_id,
+      contract=self._contract if made is None else made.contract,
+      program=() if made is None else made.lines,
+      fingerprint="" if made is None else made.fingerprint,
+      missing=missing,
+      declined=self._declined,
+    )
+
+  # --- waiting ---------------------------------------------------------------
+
+  def _in_pool(self, pool: PoolStream) -> int:
+    part, word, look_at = self._part, None, 0.0
+    assert part is not None
+    stale: list[int] = []
+    while True:
+      word = pool.wait(word, 0.0 if stale else _LOOK_S)
+      if word is None:
+        continue
+      if word.phase is Phase.ENDED:
+        print(f"run {word.run_id} has ended; it was not needed")
+        return 0
+      if self._manifest is None and word.versions:
+        self._warm(part, self._wire.contract(joining.holder()))
+        pool.say(self._standing(self._missing()))
+      if word.offer is not None and word.offer.number > self._declined:
+        status = self._take_over(part, word.offer)
+        if status is not None:
+          return status
+        pool.say(self._standing(self._missing()))
+      now = time.monotonic()
+      if not stale and now >= look_at:
+        stale, look_at = self._behind(word), now + _FOLLOW_S
+      if stale:
+        self._follow(stale.pop())
+
+  def _behind(self, word: PoolWord) -> list[int]:
+    """The fragments of which there is a newer version."""
+    if self._manifest is None:
+      return []
+    return [
+      p for p, version in enumerate(word.versions) if version > self._version(p)
+    ]
+
+  def _version(self, fragment: int) -> Version:
+    held = self._followed.get(fragment)
+    return NO_VERSION if held is None else held.version
+
+  def _follow(self, fragment: int) -> None:
+    """Gets the newest version of a fragment; a failure is tried again later."""
+    assert self._manifest is not None
+    held = self._followed.get(fragment)
+    try:
+      merged = self._wire.follow(
+        self._manifest,
+        fragment,
+        self._version(fragment),
+        None if held is None else held.arrays,
+      )
+    except (Refused, Unreachable) as error:
+      _LOG.info("fragment %d is not followed: %s", fragment, error)
+      return
+    if merged.version > self._version(fragment):
+      self._followed[fragment] = merged
+
+  # --- a role ----------------------------------------------------------------
+
+  def _take_over(self, part: Part, offer: Offer) -> int | None:
+    """Claims the id and plays the role; None where it is somebody else's."""
+    phases, compiles = self._phases, part.program.compiles
+    phases.mark("promoted")
+    faults.reached("standby.offered")
+    programs = compiles.programs
+    part.link.hold(self._followed.values())
+    try:
+      welcome = taking_part.claim(part, offer.learner_id)
+    except Refused as error:
+      if error.reason != "claimed":
+        raise
+      _LOG.info("not needed after all: %s", error)
+      self._declined = offer.number
+      return None
+    self._followed.clear()
+    faults.reached("standby.claimed")
+    started_at = self._options.started_at or 0.0
+    log = taking_part.log_of(self._options)
+
+    def first_step() -> None:
+      phases.mark("first_step")
+      log.emit(
+        "takeover",
+        learner=welcome.learner_id,
+        incarnation=welcome.incarnation,
+        standby=self._options.name,
+        compiles=compiles.programs - programs,
+        phases=phases.since(started_at),
+      )
+      log.close()
+
+    return taking_part.take_part(part, welcome, phases, first_step)

@@ -1,0 +1,362 @@
+"""Which standby takes the id of a dead learner; no network, no threads.
+
+An id becomes vacant when a learner's claim ends and nobody has said that it
+shall stay so. It is offered to the standby that has been ready longest and has
+the same program; that one claims it as any learner does, by saying hello. So
+there is one owner, whoever comes first: another standby, a restart, or the
+original, whose claim then is refused. A standby that is not there any more, or
+says nothing, loses the offer to the next one. What nobody can take waits.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection
+
+from decoupled.errors import Refused
+from decoupled.syncer.membership import Member
+from decoupled.syncer.settings import Limits
+from decoupled.types import EventSink, Hello, Offer, Standing
+from decoupled.wire.status import StandbyStatus
+
+Lines = tuple[tuple[str, str], ...]
+
+# Told to stop by a person at its terminal: for good. By SIGTERM a machine is
+# taken away, which is what standbys are for.
+_FOR_GOOD = "stopped by SIGINT"
+
+
+@dataclasses.dataclass(eq=False)
+class Standby:
+  """A process in the pool.
+
+  Attributes:
+    number: of its stream; rises.
+    standing: what it said last.
+    since: when it became ready, or ceased to be.
+    heard_at: when it last said anything.
+    offer: what it is to claim.
+  """
+
+  number: int
+  standing: Standing
+  since: float
+  heard_at: float
+  offer: Offer | None = None
+
+  @property
+  def ready(self) -> bool:
+    return not self.standing.missing
+
+
+@dataclasses.dataclass(eq=False)
+class Vacancy:
+  """An id that has lost its learner.
+
+  Attributes:
+    learner_id: which.
+    incarnation: the one that was lost.
+    since: when it was.
+    program: of the one that was lost.
+    standby: the one it is offered to, None while nobody can take it.
+    due: when that one must have claimed it.
+    note: why nobody can take it, as last said.
+  """
+
+  learner_id: int
+  incarnation: int
+  since: float
+  program: Lines
+  standby: Standby | None = None
+  due: float = math.inf
+  note: str = ""
+
+
+class Pool:
+  """Standbys and vacancies.
+
+  Args:
+    limits: how long a standby may take.
+    events: told what is decided.
+    t: a time as events have it.
+    changed: called when the word to a standby changes.
+  """
+
+  def __init__(
+    self,
+    limits: Limits,
+    events: EventSink,
+    t: Callable[[float], float] = lambda now: now,
+    changed: Callable[[], None] = lambda: None,
+  ):
+    self._limits = limits
+    self._events = events
+    self._t = t
+    self._changed = changed
+    self._numbers = itertools.count(1)
+    self._offers = itertools.count(1)
+    self._standbys: dict[int, Standby] = {}
+    self._vacant: dict[int, Vacancy] = {}
+    self._programs: dict[int, Lines] = {}
+    # per learner the incarnation that a standby has succeeded
+    self._replaced: dict[int, int] = {}
+
+  @property
+  def heartbeat_s(self) -> float:
+    """How often a standby has to say something."""
+    return self._limits.heartbeat_s
+
+  # --- standbys ------------------------------------------------------------
+
+  def entered(self, now: float, standing: Standing) -> int:
+    """A standby has opened its stream; returns the number that it goes by."""
+    standby = Standby(next(self._numbers), standing, now, now)
+    self._standbys[standby.number] = standby
+    self._say(now, standby)
+    self.tick(now)
+    return standby.number
+
+  def said(self, now: float, number: int, standing: Standing) -> None:
+    """What a standby says; it replaces what it said before.
+
+    Raises:
+      Refused: `fenced`: it is no longer in the pool.
+    """
+    standby = self._standbys.get(number)
+    if standby is None:
+      raise Refused(
+        "fenced",
+        f"{standing.name} ({standing.holder}) was silent for "
+        f"{self._limits.lease_s:g} s and is no longer in the pool",
+      )
+    before, standby.standing = standby.standing, standing
+    standby.heard_at = now
+    if before.missing != standing.missing:
+      if bool(before.missing) != bool(standing.missing):
+        standby.since = now
+      self._say(now, standby)
+    offer = standby.offer
+    if offer is not None and standing.declined >= offer.number:
+      self._withdraw(standby)
+    self.tick(now)
+
+  def gone(self, now: float, number: int, why: str) -> None:
+    """A standby's stream has ended; what it was offered is another one's."""
+    standby = self._standbys.pop(number, None)
+    if standby is None:
+      return
+    self._withdraw(standby)
+    self._say(now, standby, why or "gone")
+    self.tick(now)
+
+  def offer(self, number: int) -> Offer | None:
+    """What a standby is to claim.
+
+    Raises:
+      Refused: `fenced`: it is no longer in the pool.
+    """
+    standby = self._standbys.get(number)
+    if standby is None:
+      raise Refused(
+        "fenced",
+        f"it was silent for {self._limits.lease_s:g} s and is no longer in "
+        "the pool",
+      )
+    return standby.offer
+
+  def status(self, now: float) -> tuple[StandbyStatus, ...]:
+    return tuple(
+      StandbyStatus(
+        name=each.standing.name,
+        holder=each.standing.holder,
+        fingerprint=each.standing.fingerprint,
+        missing=each.standing.missing,
+        since_s=now - each.since,
+      )
+      for each in self._standbys.values()
+    )
+
+  # --- ids -----------------------------------------------------------------
+
+  def lost(self, now: float, member: Member, why: str, detail: str) -> None:
+    """A learner's claim has ended: `closed`, `lease`, `left` or `drained`."""
+    for_good = why == "drained" or (
+      why == "left" and not detail.startswith("stopped by SIGTERM")
+    )
+    if for_good:
+      return
+    self._vacant[member.learner_id] = Vacancy(
+      member.learner_id,
+      member.incarnation,
+      now,
+      self._programs.get(member.learner_id, ()),
+    )
+
+  def check(self, hello: Hello) -> None:
+    """Whether somebody comes back whose id a standby has taken meanwhile.
+
+    Raises:
+      Refused: `replaced`.
+    """
+    by = self._replaced.get(hello.learner_id, 0)
+    if 0 < hello.previous <= by:
+      raise Refused(
+        "replaced",
+        f"a standby took learner {hello.learner_id} over from incarnation "
+        f"{hello.previous} ({hello.holder}), which was thought dead",
+      )
+
+  def claimed(self, now: float, member: Member, hello: Hello) -> None:
+    """Somebody has claimed an id: it is vacant no more."""
+    self._programs[member.learner_id] = hello.program
+    vacancy = self._vacant.pop(member.learner_id, None)
+    standby = next(
+      (
+        each
+        for each in self._standbys.values()
+        if each.standing.holder == hello.holder
+      ),
+      None,
+    )
+    if vacancy is not None and vacancy.standby is not None:
+      self._withdraw(vacancy.standby)
+    if standby is None:
+      return
+    del self._standbys[standby.number]
+    self._withdraw(standby)
+    if vacancy is not None:
+      self._replaced[member.learner_id] = vacancy.incarnation
+    self._events.emit(
+      "promoted",
+      learner=member.learner_id,
+      incarnation=member.incarnation,
+      standby=standby.standing.name,
+      holder=hello.holder,
+      fingerprint=standby.standing.fingerprint,
+    )
+
+  @property
+  def reserved(self) -> Collection[int]:
+    """Ids that are not free, since a standby is about to claim them."""
+    return {
+      v.learner_id for v in self._vacant.values() if v.standby is not None
+    }
+
+  def vacancies(self, now: float) -> tuple[str, ...]:
+    """A sentence for each id that has no learner."""
+    return tuple(
+      f"learner {v.learner_id} has been vacant for {now - v.since:.1f} s: "
+      + (v.note if v.standby is None else f"{_name(v.standby)} takes it over")
+      for _, v in sorted(self._vacant.items())
+    )
+
+  # --- time ----------------------------------------------------------------
+
+  def close(self) -> None:
+    """The run ends: nobody is promoted any more."""
+    for standby in self._standbys.values():
+      self._withdraw(standby)
+    self._vacant.clear()
+
+  def tick(self, now: float) -> None:
+    """Drops who is silent, and offers what is vacant."""
+    for standby in list(self._standbys.values()):
+      if standby.heard_at + self._limits.lease_s <= now:
+        del self._standbys[standby.number]
+        self._withdraw(standby)
+        self._say(now, standby, f"silent for {self._limits.lease_s:g} s")
+        self._changed()
+    for vacancy in self._vacant.values():
+      if vacancy.standby is not None and vacancy.due <= now:
+        # it may still come, and then be the first; but it is not waited for
+        late = vacancy.standby
+        self._withdraw(late)
+        late.since = now
+    for _, vacancy in sorted(self._vacant.items()):
+      if vacancy.standby is None:
+        self._assign(now, vacancy)
+
+  def wake_at(self) -> float:
+    """When `tick` has something to do next, infinity for never."""
+    times = [s.heard_at + self._limits.lease_s for s in self._standbys.values()]
+    times += [v.due for v in self._vacant.values()]
+    return min(times, default=math.inf)
+
+  # --- pieces --------------------------------------------------------------
+
+  def _assign(self, now: float, vacancy: Vacancy) -> None:
+    """Offers an id to the one that has been ready longest, if one fits."""
+    free = [s for s in self._standbys.values() if s.ready and s.offer is None]
+    fit = [s for s in free if not _differs(s, vacancy)]
+    if not fit:
+      note = self._nobody(free, vacancy)
+      if note != vacancy.note:
+        vacancy.note = note
+        self._decide(vacancy, None, note)
+      return
+    chosen = min(fit, key=lambda s: (s.since, s.number))
+    chosen.offer = Offer(next(self._offers), vacancy.learner_id)
+    vacancy.standby, vacancy.note = chosen, ""
+    vacancy.due = now + self._limits.lease_s
+    self._decide(vacancy, chosen, f"ready for {now - chosen.since:.1f} s")
+    self._changed()
+
+  def _decide(
+    self, vacancy: Vacancy, standby: Standby | None, why: str
+  ) -> None:
+    self._events.emit(
+      "decided",
+      learner=vacancy.learner_id,
+      lost=vacancy.incarnation,
+      standby=None if standby is None else standby.standing.name,
+      why=why,
+    )
+
+  def _nobody(self, free: list[Standby], vacancy: Vacancy) -> str:
+    if free:
+      return f"no standby fits: {_differs(free[0], vacancy)}"
+    if not self._standbys:
+      return "there is no standby"
+    busy = [s for s in self._standbys.values() if s.offer is not None]
+    missing = [s for s in self._standbys.values() if not s.ready]
+    said = [f"{_name(s)} takes over another learner" for s in busy]
+    said += [f"{_name(s)} is not ready: {s.standing.missing}" for s in missing]
+    return "no standby is free: " + "; ".join(said)
+
+  def _withdraw(self, standby: Standby) -> None:
+    """A standby has no offer any more; the id of it is nobody's."""
+    offer, standby.offer = standby.offer, None
+    if offer is None:
+      return
+    vacancy = self._vacant.get(offer.learner_id)
+    if vacancy is not None and vacancy.standby is standby:
+      vacancy.standby, vacancy.due = None, math.inf
+    self._changed()
+
+  def _say(self, now: float, standby: Standby, gone: str = "") -> None:
+    state = "ready" if standby.ready else "warming"
+    self._events.emit(
+      "standby",
+      standby=standby.standing.name,
+      holder=standby.standing.holder,
+      state="gone" if gone else state,
+      why=gone or standby.standing.missing,
+      fingerprint=standby.standing.fingerprint,
+      since=self._t(standby.since),
+    )
+
+
+def _name(standby: Standby) -> str:
+  return f"{standby.standing.name} ({standby.standing.holder})"
+
+
+def _differs(standby: Standby, vacancy: Vacancy) -> str:
+  """How a standby's program differs from the one that is wanted, if it does."""
+  own, wanted = dict(standby.standing.program), dict(vacancy.program)
+  for key in sorted({*own, *wanted}):
+    if own.get(key) != wanted.get(key):
+      return (
+        f"{_name(standby)} has {key} = {own.get(key, 'nothing')}, learner "
+        f"{vacancy.learner_id} had {wanted.get(key, 'nothing')}"
+      )
+  return ""
