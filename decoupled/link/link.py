@@ -71,7 +71,7 @@ _UNHEARD_S = 3.0  # what a syncer heard so long before its death may be lost
 # An own old claim; or, at the address of a dead syncer, somebody else's.
 # Or the learner's other hosts have not joined again yet.
 _PASSING = ("claimed", "unauthenticated", "incomplete")
-# A host's part that came to harm is sent again: the copy may be whole elsewhere.
+# A part that came to harm is sent again: other hosts hold the same copy.
 _HARMED = ("checksum", "incomplete", "timeout", "busy")
 _CLAIM_TRIES = 60  # an own old claim lapses with its lease, well before that
 

@@ -6,6 +6,7 @@ is divided among them; what is too small to be divided goes to them in turn.
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -47,7 +48,7 @@ def owned(
 def holders_of(array: jax.Array) -> dict[Box, list[int]]:
   """Per box of an array the ranks of the processes that have it."""
   found: dict[Box, list[int]] = {}
-  where = array.sharding.devices_indices_map(array.shape)
+  where: Mapping[Any, Any] = array.sharding.devices_indices_map(array.shape)
   for device, index in where.items():
     found.setdefault(_box(index, array.shape), []).append(device.process_index)
   return found
