@@ -293,7 +293,14 @@ class Supervisor:
     along, process.along = process.along, None
     if along is None:
       return None
+    stays_down = False in process.faults
     process.faults.clear()  # the other one's was its, too
+    if stays_down:  # and so do the others, which may have gone first
+      for other in self._group(process):
+        other.start_at_s = other.owed_since_s = None
+        other.along = False if other.popen is not None else None
+        other.finished = -signal.SIGTERM
+      return False
     return along and not self._ends(process.role)
 
   def _take_along(self, process: _Process, status: int, again: bool) -> None:
