@@ -271,7 +271,7 @@ class Timeline:
     if event.get("planned") or not (event.get("code") or event.get("signal")):
       return
     for failure in reversed(failures):
-      if _process(failure.target) == role:
+      if _process(failure.target) == _process(role):
         first = failure.first_step
         if not failure.exited and (first is None or first > t):
           failure.exited = True
@@ -324,7 +324,7 @@ class Timeline:
     failure.cold = heir.cold
     if failure.cold is None and joined is not None:
       failure.cold = any(
-        event.get("role") == _process(failure.target)
+        _process(str(event.get("role"))) == _process(failure.target)
         and failure.at <= event["t"] <= joined
         for event in self.of("restart")
       )
@@ -766,6 +766,7 @@ def learner_number(target: object) -> int:
 
 
 def _process(target: str) -> str:
+  """What dies and comes back as one: all hosts of a learner do."""
   return "/".join(target.split("/")[:2])
 
 
