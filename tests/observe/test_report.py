@@ -370,6 +370,32 @@ def test_an_exit_belongs_to_its_fault_or_is_a_failure_of_its_own():
   assert crash["cold"] is True
 
 
+@pytest.mark.parametrize("struck", ["learner/1", "learner/1/host/0"])
+def test_exits_of_hosts_belong_to_what_struck_their_learner(struck):
+  made = _one_failure(
+    _steps(1, 2, _range(0, 20)),
+    _fault(20.0, "kill", struck),
+    _exit(20.1, "learner/1/host/0", signal="SIGKILL"),
+    {**_exit(20.2, "learner/1/host/1", signal="SIGKILL"), "planned": True},
+    membership(20.1, "leave", 1, 2),
+    *(
+      {
+        "t": 20.3,
+        "kind": "restart",
+        "role": f"learner/1/host/{h}",
+        "attempt": 2,
+      }
+      for h in range(2)
+    ),
+    membership(22.0, "join", 1, 3),
+    _steps(1, 3, _range(22, 40)),
+  )
+  (failure,) = made["failures"]
+  assert (failure["kind"], failure["target"]) == ("kill", struck)
+  assert failure["downtime_s"] == 3.0
+  assert failure["cold"] is True
+
+
 def test_a_fault_that_could_not_be_injected_is_none():
   made = _one_failure(_fault(20.0, "kill", "learner/1", error="is down"))
   assert made["failures"] == []
