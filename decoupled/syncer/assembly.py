@@ -13,7 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from decoupled.errors import Refused
-from decoupled.types import Arrays, Contribution, CopyHeader, CopyId, Slice
+from decoupled.types import (
+  Arrays,
+  Contribution,
+  CopyHeader,
+  CopyId,
+  EventSink,
+  Slice,
+)
 
 _REMEMBERED = 64  # complete copies of a learner whose repetitions are known
 
@@ -43,12 +50,16 @@ class _Learner:
 class Assemblies:
   """Every copy of which parts are here.
 
+  Args:
+    events: told of copies that will never be whole, as refused.
+
   Attributes:
     dropped: parts that came, and never became a copy.
   """
 
-  def __init__(self) -> None:
+  def __init__(self, events: EventSink | None = None) -> None:
     self.dropped = 0
+    self._events = events
     self._learners: dict[int, _Learner] = {}
 
   def begin(self, learner_id: int, incarnation: int) -> None:
@@ -60,7 +71,8 @@ class Assemblies:
     """The incarnation is over."""
     gone = self._learners.pop(learner_id, None)
     if gone is not None:
-      self.dropped += sum(len(copy.hosts) for copy in gone.copies.values())
+      for copy in gone.copies.values():
+        self._drop(learner_id, copy)
 
   def sent(self, learner_id: int, host: int) -> tuple[CopyId, ...]:
     """Copies whose part of that host is here."""
@@ -119,7 +131,7 @@ class Assemblies:
     learner, key = self._learners[part.learner_id], part.header.copy
     copy = learner.copies.get(key)
     if copy is None:
-      self._make_room(learner, key)
+      self._make_room(part.learner_id, learner, key)
       copy = learner.copies[key] = _Copy(part.header, shapes)
     for box, data in zip(part.slices, part.arrays, strict=True):
       copy.arrays[box.unit][box.within] = data
@@ -132,7 +144,21 @@ class Assemblies:
     learner.complete.append(key)
     return Contribution(part.learner_id, copy.header, _frozen(copy.arrays))
 
-  def _make_room(self, learner: _Learner, key: CopyId) -> None:
+  def _drop(self, learner_id: int, copy: _Copy) -> None:
+    """Counts a copy whose other parts will not come."""
+    self.dropped += len(copy.hosts)
+    if self._events is not None:
+      header = copy.header
+      self._events.emit(
+        "refused",
+        learner=learner_id,
+        round=header.copy.round,
+        fragment=header.copy.fragment,
+        reason="incomplete",
+        tokens=header.tokens,
+      )
+
+  def _make_room(self, learner_id: int, learner: _Learner, key: CopyId) -> None:
     """A fragment's earlier copies are overtaken; so memory is bounded.
 
     There is one open copy of each fragment at most, hence one model.
@@ -142,7 +168,7 @@ class Assemblies:
         key.term, key.round, key.attempt
       ):  # fmt: skip
         raise Refused("late", f"{key} was overtaken by {other}")
-      self.dropped += len(learner.copies.pop(other).hosts)
+      self._drop(learner_id, learner.copies.pop(other))
 
 
 def _check_boxes(

@@ -73,7 +73,7 @@ class Service:
       self._changed,
       guard,
     )
-    parts = Assemblies()
+    parts = Assemblies(events)
     self._membership = Membership(
       self._driver, self.traffic, parts, max_learners, open_s, hosts_s
     )

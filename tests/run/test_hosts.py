@@ -74,6 +74,7 @@ def test_parameters_sharded_over_hosts_are_merged_from_their_parts(
   assert report["status"] == "completed"
   assert report["rounds"]["mean_participants"] > 1.5
   assert report["eval_loss"] < report["initial_loss"] - 1
-  assert not any(report["rounds"]["refused"].values())
+  wrong = {"shape", "checksum", "counters", "nonfinite", "fragment"}
+  assert not wrong & set(report["rounds"]["refused"])
   losses = [one["final_loss"] for one in report["learners"]]
   assert max(losses) < report["initial_loss"] - 1

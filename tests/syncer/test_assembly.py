@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from decoupled.errors import Refused
+from decoupled.launch.in_memory import Recorder
 from decoupled.syncer.assembly import Assemblies
 from decoupled.types import Contribution, CopyHeader, CopyId, Slice, Version
 
@@ -79,10 +80,15 @@ def test_parts_of_one_copy_must_agree_on_its_counters(parts):
   assert refused.value.reason == "counters"
 
 
-def test_what_an_ended_incarnation_has_begun_is_void(parts):
+def test_what_an_ended_incarnation_has_begun_is_void():
+  log = Recorder()
+  parts = Assemblies(log)
+  parts.begin(0, 3)
   parts.add(part(0, FIRST), SHAPES)
   parts.end(0)
   assert parts.dropped == 1
+  [refused] = log.of("refused")
+  assert (refused["reason"], refused["tokens"]) == ("incomplete", 8)
   with pytest.raises(Refused, match="incarnation 3; the run knows nobody"):
     parts.add(part(1, SECOND), SHAPES)
   parts.begin(0, 4)
