@@ -100,13 +100,23 @@ FLAGS = {
     "maintenance",
   },
   "status": {"workdir", "syncer_address", "token_file", "tls_ca"},
+  "standby": {
+    "workdir",
+    "store",
+    "syncer_address",
+    "devices_per_host",
+    "seed",
+    "token_file",
+    "tls_ca",
+    "started_at",
+    "name",
+  },
   "stop": {"workdir", "limit_s", "syncer_address", "token_file", "tls_ca"},
   "certs": {"out", "hosts", "days"},
   "report": {"workdir"},
   "checkpoints": {"workdir", "store", "json"},
 }
 LATER = {
-  "standby",
   "drain",
   "chaos",
   "generate",
@@ -265,7 +275,11 @@ def test_a_config_error_is_one_line_with_status_2(tmp_path):
     (["Mesh.data=4", "--devices_per_host=2"], ("4 devices", "has 2")),
     (["--chaos=kill lerner/1 @5s"], ("column 6", "'lerner/1'")),
     (["--chaos=kill learner/9 @5s"], ("learner/9", "--learners=3")),
-    (["--standbys=1"], ("--standbys=1", "standbys")),
+    (
+      ["--standbys=1", "--chaos=kill standby/1 @5s"],
+      ("standby/1", "--standbys=1"),
+    ),
+    (["--chaos=kill standby/0 @5s"], ("standby/0", "--standbys=0 has none")),
     (["--learners=0"], ("--learners=0",)),
   ],
 )

@@ -505,7 +505,7 @@ def test_every_field_of_the_design_is_there(demo):
     "learners": "id hosts incarnation inner_steps tokens median_step_s "
     "p99_step_s max_gap_s final_loss",
     "failures": "kind target at_s detected_s state_s ready_s first_step_s "
-    "downtime_s cold compiles_after_takeover state_source survivors",
+    "downtime_s cold compiles_after_takeover state_source phases survivors",
     "wire": "bytes_up bytes_down codec",
     "data": "units_claimed units_completed units_repeated units_unclaimed",
     "checkpoints": "saved restored_from failed_saves",
