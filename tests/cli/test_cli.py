@@ -101,6 +101,8 @@ FLAGS = {
   },
   "status": {"workdir", "syncer_address", "token_file", "tls_ca"},
   "standby": {
+    "gin_file",
+    "gin_bindings",
     "workdir",
     "store",
     "syncer_address",
