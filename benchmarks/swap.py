@@ -23,6 +23,7 @@ All times are medians over the kills.
 """
 
 import argparse
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ def parts(failures: Sequence[dict[str, Any]]) -> dict[str, float]:
     after: [
       f["phases"][f"{after}_s"] - f["phases"][f"{before}_s"] for f in failures
     ]
-    for before, after in zip(names, names[1:], strict=False)
+    for before, after in itertools.pairwise(names)
   }
   return {
     f"{name}_s": round(jobs.median(values), 3)
