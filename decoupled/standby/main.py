@@ -28,6 +28,7 @@ from decoupled.types import (
   RunContract,
   Standing,
   Version,
+  Welcome,
 )
 from decoupled.wire.pool import PoolStream
 
@@ -69,13 +70,15 @@ class _Standby:
     self._manifest: Manifest | None = None
     self._followed: dict[int, MergedFragment] = {}
     self._declined = 0
+    self._programs = 0  # compiled or loaded when it was promoted
     self._said_at = 0.0
 
   def run(self) -> int:
     self._end.goodbye = self._wire.leave
     while True:
       try:
-        return self._wait()
+        welcome = self._wait()
+        break
       except Unreachable as error:
         self._say_lost(error)
       except Refused as error:
@@ -86,6 +89,7 @@ class _Standby:
           raise
         _LOG.warning("%s; entering it again", error)
       time.sleep(_AGAIN_S)
+    return 0 if welcome is None else self._play(welcome)
 
   def _say_lost(self, error: Unreachable) -> None:
     now = time.monotonic()
@@ -95,8 +99,9 @@ class _Standby:
 
   # --- warm-up ---------------------------------------------------------------
 
-  def _wait(self) -> int:
-    """In the pool, from entering it to the end of the run, or of a role."""
+  def _wait(self) -> Welcome | None:
+    """In the pool, until an id is claimed; None: until the run has ended."""
+    self._declined = 0  # another syncer counts anew
     asked = self._wire.contract(joining.holder())
     config, options = joining.adopt(self._config, self._options, asked)
     agreed = joining.agreed(config, options.seed or 0)
@@ -162,24 +167,25 @@ class _Standby:
 
   # --- waiting ---------------------------------------------------------------
 
-  def _in_pool(self, pool: PoolStream) -> int:
-    part, word, look_at = self._part, None, 0.0
+  def _in_pool(self, pool: PoolStream) -> Welcome | None:
+    part, look_at = self._part, 0.0
     assert part is not None
+    word: PoolWord | None = None
     stale: list[int] = []
     while True:
       word = pool.wait(word, 0.0 if stale else _LOOK_S)
       if word is None:
         continue
       if word.phase is Phase.ENDED:
-        print(f"run {word.run_id} has ended; it was not needed")
-        return 0
+        print(f"run {word.run_id} has ended; {self._options.name} ends, too")
+        return None
       if self._manifest is None and word.versions:
         self._warm(part, self._wire.contract(joining.holder()))
         pool.say(self._standing(self._missing()))
       if word.offer is not None and word.offer.number > self._declined:
-        status = self._take_over(part, word.offer)
-        if status is not None:
-          return status
+        welcome = self._claim(part, word.offer)
+        if welcome is not None:
+          return welcome
         pool.say(self._standing(self._missing()))
       now = time.monotonic()
       if not stale and now >= look_at:
@@ -218,12 +224,11 @@ class _Standby:
 
   # --- a role ----------------------------------------------------------------
 
-  def _take_over(self, part: Part, offer: Offer) -> int | None:
-    """Claims the id and plays the role; None where it is somebody else's."""
-    phases, compiles = self._phases, part.program.compiles
-    phases.mark("promoted")
+  def _claim(self, part: Part, offer: Offer) -> Welcome | None:
+    """Claims the id; None where it is somebody else's by now."""
+    self._phases.mark("promoted")
     faults.reached("standby.offered")
-    programs = compiles.programs
+    self._programs = part.program.compiles.programs
     part.link.hold(self._followed.values())
     try:
       welcome = taking_part.claim(part, offer.learner_id)
@@ -235,6 +240,13 @@ class _Standby:
       return None
     self._followed.clear()
     faults.reached("standby.claimed")
+    return welcome
+
+  def _play(self, welcome: Welcome) -> int:
+    """The learner's part, to its end; says what was compiled meanwhile."""
+    part, phases = self._part, self._phases
+    assert part is not None
+    compiles, programs = part.program.compiles, self._programs
     started_at = self._options.started_at or 0.0
     log = taking_part.log_of(self._options)
     said = 0
