@@ -43,6 +43,7 @@ _CHAOS_TICK_S = 0.02
 _EVALUATE_S = 600.0
 _MARGIN_S = 2.0  # beyond the grace time of a process that is told to end
 _LET_GO_S = 2.0
+_HEAR_S = 5.0
 # A killed learner is not started again before it is known whether a standby
 # takes its part; the syncer says so as soon as it knows of the death.
 _HELD_S = 2.0
@@ -478,9 +479,13 @@ class _Job:
     """Waits for the learners to leave by themselves, then makes them."""
     self._supervisor.no_more_restarts()
     self._await(
-      lambda: not self._supervisor.running(),
+      lambda: all(
+        role.startswith("standby/") for role in self._supervisor.running()
+      ),
       self._config.limits.drain_s + _SAVE_S,
     )
+    # A standby that still boots has not heard of the end.
+    self._await(lambda: not self._supervisor.running(), _HEAR_S)
     grace_s = self._config.limits.grace_s
     self._supervisor.stop(grace_s + _MARGIN_S, signal.SIGTERM)
     return ""

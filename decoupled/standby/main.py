@@ -5,12 +5,16 @@ whatever a takeover does. While it waits it follows the global fragments on the
 host, so that a takeover fetches only what is newer. It ends with the run.
 """
 
+import contextlib
 import logging
+import os
+import threading
 import time
+from collections.abc import Iterator
 
 from decoupled import faults
 from decoupled.config import Config
-from decoupled.errors import Refused, Unreachable
+from decoupled.errors import DecoupledError, Refused, Unreachable
 from decoupled.launch import affinity, folders
 from decoupled.launch.options import LearnerOptions, StandbyOptions
 from decoupled.launch.termination import Termination
@@ -111,7 +115,8 @@ class _Standby:
     pool = self._wire.pool(self._standing(self._missing()))
     try:
       if self._part is None:
-        self._part = self._prepare(config, options, asked)
+        with self._unless_ended(pool):
+          self._part = self._prepare(config, options, asked)
       if self._manifest is None:
         # the run may have got its first learner meanwhile
         self._warm(self._part, self._wire.contract(joining.holder()))
@@ -119,6 +124,26 @@ class _Standby:
       return self._in_pool(pool)
     finally:
       pool.close()
+
+  @contextlib.contextmanager
+  def _unless_ended(self, pool: PoolStream) -> Iterator[None]:
+    """Ends the process with the run, also while its main thread compiles."""
+    over = threading.Event()
+
+    def watch() -> None:
+      word: PoolWord | None = None
+      with contextlib.suppress(DecoupledError):
+        while not over.is_set():
+          word = pool.wait(word, _LOOK_S)
+          if word and word.phase is Phase.ENDED and not over.is_set():
+            print(f"run {word.run_id} has ended", flush=True)
+            os._exit(0)  # there is nothing to lose
+
+    threading.Thread(target=watch, name="pool-watch", daemon=True).start()
+    try:
+      yield
+    finally:
+      over.set()
 
   def _forget(self) -> None:
     """Another run, or another contract: all is made anew."""
