@@ -195,6 +195,30 @@ def test_status_0_may_mean_that_the_job_is_done(supervisor, role):
   until(supervisor, lambda: supervisor.finished("syncer") == 0, "done")
 
 
+def test_who_was_told_to_end_and_has_not_done_the_job_comes_back(
+  supervisor, role
+):
+  code = (
+    "import signal, sys, time; "
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+    "print('up', flush=True); time.sleep(600)"
+  )
+  syncer = dataclasses.replace(role("syncer", code), done_at_zero=True)
+  supervisor.start(syncer)
+  first = supervisor.pid("syncer")
+  assert supervisor.booting() == ("syncer",)
+  supervisor.ready("syncer")
+  assert supervisor.booting() == ()
+  until(supervisor, lambda: up(syncer), "up")
+  supervisor.send("syncer", signal.SIGTERM)
+  until(
+    supervisor,
+    lambda: supervisor.pid("syncer") not in (None, first),
+    "restarted",
+  )
+  assert supervisor.booting() == ("syncer",)
+
+
 def test_at_the_end_only_who_is_needed_for_it_is_restarted(
   supervisor, role, log
 ):
