@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
+from decoupled import background
 from decoupled.algorithm import outer as outer_lib
 from decoupled.algorithm.policy import Outer
 from decoupled.checkpoint import syncer_store
@@ -246,4 +247,10 @@ class Snapshots:
 
 
 def _on_a_thread(work: Work) -> None:
-  threading.Thread(target=work, name="snapshot", daemon=True).start()
+  """It gives way to merges here, and to learners on the same machine."""
+
+  def beside() -> None:
+    background.give_way()
+    work()
+
+  threading.Thread(target=beside, name="snapshot", daemon=True).start()
