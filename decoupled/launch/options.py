@@ -114,6 +114,11 @@ class LearnerOptions:
   devices_per_host: int = 0
   started_at: float | None = None
 
+  def role(self, learner_id: int) -> str:
+    """What this process is called: of several hosts each by its rank."""
+    host = f"/host/{self.process_id}" if self.num_processes > 1 else ""
+    return f"learner/{learner_id}{host}"
+
 
 @dataclasses.dataclass(frozen=True)
 class StandbyOptions(LearnerOptions):

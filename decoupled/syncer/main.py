@@ -46,6 +46,9 @@ from decoupled.wire.address import (
 _LOG = logging.getLogger("decoupled.syncer")
 # Of the grace time; half as much goes into telling learners, the rest saves.
 _DRAIN_SHARE = 0.4
+# Of the time in which a learner's claim must be answered: a host's claim waits
+# for the others, and is told who is missing before it gives up by itself.
+_HOSTS_SHARE = 0.75
 
 
 def run(config: Config, options: SyncerOptions) -> int:
@@ -159,6 +162,7 @@ def _run(
         clock=clock,
         events=log,
         transfer_s=config.limits.transfer_s,
+        hosts_s=_HOSTS_SHARE * config.limits.connect_s,
         linger_s=config.limits.drain_s,
         tls=shown,
         guard=lease.guard,

@@ -11,6 +11,7 @@ import grpc.aio
 
 from decoupled.clock import Clock, MonotonicClock
 from decoupled.errors import ConfigError
+from decoupled.syncer.assembly import Assemblies
 from decoupled.syncer.control import Membership, Traffic
 from decoupled.syncer.driver import Driver, JobT, RoundsLike
 from decoupled.syncer.relay import Relay
@@ -42,6 +43,7 @@ class Service:
     max_learners: control streams at one time.
     transfer_s: how long the transfer of one fragment may take.
     open_s: how long a control stream may take to say whose it is.
+    hosts_s: how long a host's claim waits for the learner's other hosts.
     linger_s: how long, after the end, learners may take to hear of it.
     tls: credentials of the server, None for plain text.
     guard: see `Driver`.
@@ -57,6 +59,7 @@ class Service:
     max_learners: int = 1024,
     transfer_s: float = 30.0,
     open_s: float = 10.0,
+    hosts_s: float = 45.0,
     linger_s: float = 10.0,
     tls: grpc.ServerCredentials | None = None,
     guard: Callable[[], None] = lambda: None,
@@ -70,10 +73,13 @@ class Service:
       self._changed,
       guard,
     )
+    parts = Assemblies()
     self._membership = Membership(
-      self._driver, self.traffic, max_learners, open_s
+      self._driver, self.traffic, parts, max_learners, open_s, hosts_s
     )
-    self._store = FragmentStore(self._driver, self.traffic, transfer_s, events)
+    self._store = FragmentStore(
+      self._driver, self.traffic, parts, transfer_s, events
+    )
     per_learner = TRANSFERS_PER_LEARNER + _CALLS_BESIDE_TRANSFERS
     self._server = credentials.server(token, max_learners * per_learner)
     membership_pb2_grpc.add_MembershipServicer_to_server(
@@ -171,6 +177,7 @@ async def serve(
   max_learners: int = 1024,
   transfer_s: float = 30.0,
   linger_s: float = 10.0,
+  hosts_s: float = 45.0,
   tls: grpc.ServerCredentials | None = None,
   guard: Callable[[], None] = lambda: None,
 ) -> Traffic:
@@ -195,6 +202,7 @@ async def serve(
     max_learners=max_learners,
     transfer_s=transfer_s,
     linger_s=linger_s,
+    hosts_s=hosts_s,
     tls=tls,
     guard=guard,
   )

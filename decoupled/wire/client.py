@@ -99,10 +99,12 @@ class GrpcLearnerWire:
     self._stream: ControlStream | None = None
     self._welcome: Welcome | None = None
     self._codec = "float32"
+    self._host = 0
 
   def hello(self, hello: Hello) -> Welcome:
     """Claims a learner id; see `LearnerWire`."""
     request = messages.hello_to(hello)
+    self._host = hello.host
     reply = self._ask(lambda: self._membership.Hello, request)
     welcome = messages.welcome_from(reply)
     self._welcome = welcome
@@ -255,6 +257,7 @@ class GrpcLearnerWire:
       self._open_control,
       self._outbox,
       self._granted,
+      self._host,
       self._clock,
       lambda error: str(failure(error, self._address, self._connect_s)),
       on_announcement,
@@ -272,6 +275,8 @@ class GrpcLearnerWire:
 
   def contribute(self, contribution: Contribution, base: Arrays | None) -> str:
     """Sends one copy; see `LearnerWire`."""
+    if base is not None and contribution.slices:
+      base = tuple(base[s.unit][s.within] for s in contribution.slices)
     payload = codecs.encode(self._codec, contribution.arrays, base)
     header = contribution.header
     encoding = Encoding(

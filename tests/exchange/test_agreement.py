@@ -19,18 +19,15 @@ class Steps:
 
   def __init__(self, hosts):
     self.hosts = hosts
-    self.running = None
     self.count = 0
 
   def step(self):
     """Returns what every host was told at the boundary after this step."""
     self.count += 1
     fed = np.stack([host.agreement.feed for host in self.hosts])
-    done, self.running = self.running, (fed.min(axis=0), fed.max(axis=0))
     agreed = []
     for host in self.hosts:
-      if done is not None:
-        host.agreement.answer(*done)
+      host.agreement.carried(fed.min(axis=0), fed.max(axis=0))
       k = self.count
       agreed.append(host.boundary.visit(host.leaves, k, 10 * k))
     first, *others = [host.did() for host in self.hosts]
