@@ -201,6 +201,8 @@ class Supervisor:
     taken.role, taker.role = taker.role, taken.role
     self._processes[role], self._processes[spare] = taker, taken
     taken.displaced = taken.popen is not None
+    if taken.displaced and taken.owed_since_s is not None:
+      self.send(spare, signal.SIGTERM)  # it only boots, and would be refused
     taken.owed_since_s = None
     if taken.start_at_s is not None:
       taken.start_at_s, taken.held = time.monotonic(), False

@@ -53,6 +53,8 @@ class Incarnation:
     source: where its inner optimizer state came from, None if unknown.
     cold: whether it started without a warm process, None if unknown.
     compiles: after the takeover, None if unknown.
+    marks: when the parts of its start were over.
+    taken_over: whether `compiles` is what a standby said of its takeover.
     exit_reason: how it ended, "" while it has not, or nobody knows.
   """
 
@@ -68,6 +70,8 @@ class Incarnation:
   source: str | None = None
   cold: bool | None = None
   compiles: int | None = None
+  marks: dict[str, float] = dataclasses.field(default_factory=dict)
+  taken_over: bool = False
   exit_reason: str = ""
 
   def sort(self) -> None:
@@ -90,6 +94,7 @@ class Learner:
   losses: list[tuple[float, int, float]] = dataclasses.field(
     default_factory=list
   )  # (t, schedule step, loss)
+  decided: list[float] = dataclasses.field(default_factory=list)
 
   def life(self, number: int) -> Incarnation:
     return self.lives.setdefault(number, Incarnation(number))
@@ -167,6 +172,7 @@ class Failure:
   cold: bool | None = None
   compiles: int | None = None
   source: str | None = None
+  phases: dict[str, float | None] = dataclasses.field(default_factory=dict)
   exited: bool = False
 
   @property
@@ -219,6 +225,10 @@ class Timeline:
 
   def _learner_event(self, event: Event) -> None:
     number, incarnation = event.get("learner"), event.get("incarnation")
+    if event["kind"] == "decided" and isinstance(number, int):
+      if event.get("standby") is not None and number in self.learners:
+        self.learners[number].decided.append(float(event["t"]))
+      return
     if not isinstance(number, int) or not isinstance(incarnation, int):
       return
     learner = self.learners.setdefault(number, Learner(number))
@@ -227,13 +237,21 @@ class Timeline:
     match event["kind"]:
       case "join":
         life.joined = t
-        life.cold = event.get("cold")
+        life.cold = event.get("cold", life.cold)
         life.source = event.get("state_source")
         learner.hosts = int(event.get("hosts") or 1)
       case "ready":
         life.ready = t
         life.source = event.get("state_source") or life.source
-        life.compiles = event.get("compiles")
+        life.compiles = _programs(event.get("compiles"), life.compiles)
+        life.marks.update(_marks(event.get("phases")))
+      case "promoted":
+        life.cold = False
+      case "takeover":
+        known = life.compiles if life.taken_over else None
+        life.compiles = max(int(event.get("compiles") or 0), known or 0)
+        life.taken_over = True
+        life.marks.update(_marks(event.get("phases")))
       case "first_step":
         life.first_step = t
       case "leave":
@@ -335,12 +353,44 @@ class Timeline:
     failure.source = heir.source
     failure.compiles = heir.compiles
     failure.cold = heir.cold
+    failure.phases = self._phases(failure, learner, heir)
     if failure.cold is None and joined is not None:
       failure.cold = any(
         event.get("role") == _process(failure.target)
         and failure.at <= event["t"] <= joined
         for event in self.of("restart")
       )
+
+  def _phases(
+    self, failure: Failure, learner: Learner, heir: Incarnation
+  ) -> dict[str, float | None]:
+    """When each part of a takeover or of a restart was over.
+
+    What a standby had done beforehand was over when it was decided.
+    """
+    since = failure.at if failure.detected is None else failure.detected
+    until = math.inf if heir.joined is None else heir.joined
+    decided = [t for t in learner.decided if since <= t <= until]
+    decided += [
+      float(event["t"])
+      for event in self.of("restart")
+      if event.get("role") == _process(failure.target)
+      and failure.at <= event["t"] <= until
+      and heir.cold is not False
+    ]
+    decision = max(decided, default=None)
+    loaded = heir.marks.get("warm", heir.marks.get("compiled"))
+    if loaded is not None:
+      loaded = max(loaded, since if decision is None else decision)
+    return {
+      "detected_s": failure.detected,
+      "decided_s": decision,
+      "torn_down_s": None,  # of one host only
+      "connected_s": heir.joined,
+      "executable_loaded_s": loaded,
+      "state_received_s": heir.ready,
+      "first_step_s": heir.first_end,
+    }
 
   def _next_fault(self, failure: Failure) -> float:
     """When the target was struck again, or training stopped on purpose."""
@@ -734,6 +784,7 @@ def _failure(failure: Failure, line: Timeline) -> dict[str, Any]:
     "cold": failure.cold,
     "compiles_after_takeover": failure.compiles,
     "state_source": failure.source,
+    "phases": _rounded(failure.phases) or None,
     "survivors": line.survivors(failure.target, failure.window),
   }
 
@@ -842,6 +893,20 @@ def _number(value: object) -> float | None:
   if isinstance(value, bool) or not isinstance(value, int | float):
     return None
   return float(value) if math.isfinite(value) else None
+
+
+def _programs(said: object, known: int | None) -> int | None:
+  """Programs compiled or loaded, of `{"hits", "misses"}`."""
+  if not isinstance(said, dict):
+    return known
+  return sum(int(_number(said.get(k)) or 0) for k in ("hits", "misses"))
+
+
+def _marks(said: object) -> dict[str, float]:
+  if not isinstance(said, dict):
+    return {}
+  found = {str(name): _number(t) for name, t in said.items()}
+  return {name: t for name, t in found.items() if t is not None}
 
 
 def _mean(values: Iterable[float]) -> float | None:

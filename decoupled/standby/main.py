@@ -106,7 +106,10 @@ class _Standby:
     pool = self._wire.pool(self._standing(self._missing()))
     try:
       if self._part is None:
-        self._prepare(config, options, asked)
+        self._part = self._prepare(config, options, asked)
+      if self._manifest is None:
+        # the run may have got its first learner meanwhile
+        self._warm(self._part, self._wire.contract(joining.holder()))
         pool.say(self._standing(self._missing()))
       return self._in_pool(pool)
     finally:
@@ -119,11 +122,11 @@ class _Standby:
 
   def _prepare(
     self, config: Config, options: LearnerOptions, asked: RunContract
-  ) -> None:
+  ) -> Part:
     prepared = program.prepare(config, options, asked)
     self._phases.mark("compiled")
     shadow.run(prepared)
-    self._part = taking_part.assemble(
+    return taking_part.assemble(
       prepared, self._wire, prepared.initial(), self._end
     )
 
@@ -234,17 +237,26 @@ class _Standby:
     faults.reached("standby.claimed")
     started_at = self._options.started_at or 0.0
     log = taking_part.log_of(self._options)
+    said = 0
 
-    def first_step() -> None:
-      phases.mark("first_step")
+    def tell() -> None:
+      nonlocal said
+      said = compiles.programs - programs
       log.emit(
         "takeover",
         learner=welcome.learner_id,
         incarnation=welcome.incarnation,
         standby=self._options.name,
-        compiles=compiles.programs - programs,
+        compiles=said,
         phases=phases.since(started_at),
       )
       log.close()
 
-    return taking_part.take_part(part, welcome, phases, first_step)
+    def first_step() -> None:
+      phases.mark("first_step")
+      tell()
+
+    status = taking_part.take_part(part, welcome, phases, first_step)
+    if compiles.programs - programs > said:
+      tell()
+    return status

@@ -1141,7 +1141,7 @@ class Rounds:
       and m.incarnation > 1
       and now < m.joined_at + self._limits.restart_s
     ]
-    return bool(owed or joining or self.pool.reserved)
+    return bool(owed or joining or self.pool.owes(now))
 
   def _begin_drain(self, now: float) -> None:
     """Opens one uncounted round per fragment; learners stop stepping."""
