@@ -50,6 +50,9 @@ class Role:
     spare: the job goes on without it; it always boots beside training ones.
     held_s: how long its restart waits for the word whether another process
       takes its part (`release`, `swap`).
+    group: roles of one group, such as the hosts of a learner, are of use only
+      together: with one that dies all die, and are started again once all are
+      down.
   """
 
   name: str
@@ -61,6 +64,7 @@ class Role:
   again: tuple[str, ...] = ()
   spare: bool = False
   held_s: float = 0.0
+  group: str = ""
 
 
 class _Process:
@@ -74,6 +78,7 @@ class _Process:
     self.role = role
     self.log = role.log
     self.displaced = False  # its part was taken while it still ran
+    self.along: bool | None = None  # it goes with another of its group; again?
     self.popen: subprocess.Popen[bytes] | None = None
     self.attempt = 0
     self.was_ready = False
@@ -278,14 +283,60 @@ class Supervisor:
       role=role.name,
       code=status if status >= 0 else None,
       signal=signal.Signals(-status).name if status < 0 else None,
-      planned=displaced or self._ends(role),
+      planned=displaced or process.along is not None or self._ends(role),
     )
     process.owed_since_s = None
-    again = self._wants_restart(process, status)
+    again = self._goes_along(process)
+    if again is None:
+      again = self._wants_restart(process, status)
+      self._take_along(process, status, again)
     if again:
       self._plan_restart(process)
     else:
       process.finished = status
+
+  def _goes_along(self, process: _Process) -> bool | None:
+    """Whether to start a process again that went with another; None: none did.
+
+    An end of the job is an end for all.
+    """
+    along, process.along = process.along, None
+    if along is None:
+      return None
+    stays_down = False in process.faults
+    process.faults.clear()  # the other one's was its, too
+    if stays_down:  # and so do the others, which may have gone first
+      for other in self._group(process):
+        other.start_at_s = other.owed_since_s = None
+        other.along = False if other.popen is not None else None
+        other.finished = -signal.SIGTERM
+      return False
+    return along and not self._ends(process.role)
+
+  def _take_along(self, process: _Process, status: int, again: bool) -> None:
+    """What becomes of the group of a process that has ended.
+
+    Those that are down already are started again with it. Those that run end
+    with it: by themselves, if it ended in order, as it was agreed.
+    """
+    in_order = status == 0 or termination.told(status)
+    for other in self._group(process):
+      if other.popen is not None and (again or not in_order):
+        other.along = again
+        if not in_order:
+          self.send(other.role.name, signal.SIGKILL)
+      elif other.popen is None and again:
+        other.finished = None
+        self._plan_restart(other)
+
+  def _group(self, process: _Process) -> list[_Process]:
+    """The others of its group."""
+    group = process.role.group
+    return [
+      other
+      for other in self._processes.values()
+      if group and other.role.group == group and other is not process
+    ]
 
   def _ends(self, role: Role) -> bool:
     """Whether an exit of that role is an end by now."""
@@ -331,6 +382,9 @@ class Supervisor:
     now_s = time.monotonic()
     for process in self._processes.values():
       if process.start_at_s is not None and process.start_at_s <= now_s:
+        group = self._group(process)
+        if any(p.popen is not None and p.along is not None for p in group):
+          continue  # all of them start together
         process.start_at_s = None
         self._spawn(process)
 

@@ -21,8 +21,9 @@ from decoupled.data.claimed import Claims
 from decoupled.data.corpus import Text
 from decoupled.data.pipeline import Order, batch_spec
 from decoupled.data.shared import Shared
+from decoupled.errors import ConfigError
 from decoupled.launch.options import LearnerOptions
-from decoupled.learner import allocator, compile_cache, joining
+from decoupled.learner import allocator, compile_cache, epochs, joining
 from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
 from decoupled.learner.compile_cache import CompileCounter
@@ -145,7 +146,7 @@ def prepare(
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.devices_per_host)
   if options.num_processes > 1:
-    _connect(options)
+    _connect(options, config.limits.start_s)
   compiles = compile_cache.enable(options.workdir / "cache" / "xla")
   mesh = meshes.make_mesh(config.mesh)
   meshes.check_hosts(mesh, options.num_processes)
@@ -202,8 +203,26 @@ def prepare(
   )
 
 
-def _connect(options: LearnerOptions) -> None:
-  """Makes this process one of the hosts of its learner's JAX job."""
-  jax.distributed.initialize(
-    options.coordinator_address, options.num_processes, options.process_id
-  )
+# A coordination service ends with whoever holds it.
+_services: list[epochs.Service] = []
+# Longer than hosts lie apart where they compile or wait between boundaries.
+_COLLECTIVE_S = 30
+
+
+def _connect(options: LearnerOptions, limit_s: float) -> None:
+  """Makes this process one of the hosts of its learner's JAX job.
+
+  The coordination service is rank 0's own: with any host that dies all hosts
+  of the learner are started again, and so is the service.
+  """
+  hosts, rank = options.num_processes, options.process_id
+  if not options.coordinator_address:
+    raise ConfigError(
+      f"--num_processes={hosts} needs --coordinator_address=HOST:PORT, the "
+      "same for all hosts of the learner: rank 0 listens there"
+    )
+  limits = epochs.EpochLimits(connect_s=limit_s, collective_s=_COLLECTIVE_S)
+  epochs.prepare(limits)
+  if rank == 0:
+    _services.append(epochs.Service(options.coordinator_address, hosts))
+  epochs.connect(options.coordinator_address, rank, hosts, limits)

@@ -148,6 +148,12 @@ KINDS: Mapping[str, Kind] = {
     "Last words of an incarnation. `params_digest`: of the parameters that "
     "it holds, whose versions are `versions`, fragment by fragment.",
     "learner incarnation steps tokens median_step_s p99_step_s compiles",
+    "host mfu loss versions params_digest exit_reason",
+  ),
+  "host_done": _kind(
+    "Last words of a host that is not rank 0 of its learner; as "
+    "`learner_done`, which is that one's.",
+    "learner host incarnation steps tokens median_step_s p99_step_s compiles",
     "mfu loss versions params_digest exit_reason",
   ),
   "stopped": _kind(
