@@ -70,6 +70,12 @@ COMMANDS: dict[str, Command] = {
     flags.learner_options,
     configured=True,
   ),
+  "coordinator": Command(
+    "where the hosts of learners meet; one of a job with several a learner",
+    "decoupled.learner.coordinator:run",
+    flags.coordinator,
+    flags.coordinator_options,
+  ),
   "standby": Command("a host that is kept warm for any role"),
   "config": Command(
     "the resolved configuration, each value with its origin",
