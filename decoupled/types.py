@@ -184,6 +184,7 @@ class Report:
     unclaimed: units begun without a claim, for want of a syncer.
     tokens_before: tokens of this process before this incarnation.
     tokens_alone: those of them that no earlier report told of.
+    host: rank of the host that speaks.
   """
 
   learner_id: int
@@ -204,6 +205,7 @@ class Report:
   unclaimed: int = 0
   tokens_before: int = 0
   tokens_alone: int = 0
+  host: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +215,7 @@ class Heartbeat:
   learner_id: int
   incarnation: int
   sent_at_s: float
+  host: int = 0
 
 
 class Phase(enum.StrEnum):
@@ -273,13 +276,44 @@ class Announcement:
   data_ended: bool = False
 
 
+class Slice(NamedTuple):
+  """A box of one unit: `start` to `stop`, exclusive, on every axis.
+
+  `unit` is its number in the fragment.
+  """
+
+  unit: int
+  start: tuple[int, ...]
+  stop: tuple[int, ...]
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+  @property
+  def within(self) -> tuple[slice, ...]:
+    """What it is of the unit's array."""
+    return tuple(map(slice, self.start, self.stop))
+
+
 @dataclasses.dataclass(frozen=True)
 class Contribution:
-  """One learner's data for one round: parameters, never a difference."""
+  """One learner's data for one round: parameters, never a difference.
+
+  Attributes:
+    learner_id: whose.
+    header: of the copy.
+    arrays: the fragment's units; of a part, what `slices` says, in its order.
+    host: rank of the host that sends.
+    slices: of a learner of several hosts the part that this host sends, ()
+      where it is the whole.
+  """
 
   learner_id: int
   header: CopyHeader
   arrays: Arrays
+  host: int = 0
+  slices: tuple[Slice, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,6 +400,8 @@ class Hello:
     previous: incarnation it held before a broken connection, 0 if none.
     protocol: version of the wire protocol.
     gives_state: whether it can give its optimizer state to a joiner.
+    host: rank of the host that speaks, below `hosts`.
+    epoch: of the hosts' common JAX job; hosts of one claim are of one epoch.
     program: `name -> value` lines of what shapes its executables beside the
       contract: a standby that takes its id over must have the same.
   """
@@ -379,6 +415,8 @@ class Hello:
   previous: int = 0
   protocol: int = PROTOCOL_VERSION
   gives_state: bool = False
+  host: int = 0
+  epoch: int = 0
   program: tuple[tuple[str, str], ...] = ()
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Protocol
 
 from decoupled.chaos import slow
-from decoupled.chaos.plan import Event, Fault, Storm
+from decoupled.chaos.plan import Event, Fault, Storm, Target
 from decoupled.chaos.proxy import Proxy
 from decoupled.errors import ConfigError
 from decoupled.types import EventSink
 
+_ON_HOSTS = ("kill", "term", "pause")
 _AVAILABLE = ("kill", "term", "pause", "slow", "partition")
 
 
@@ -30,7 +31,9 @@ class Processes(Protocol):
     """Says that the role's next exit was injected."""
 
 
-def check(plan: Sequence[Event], learners: int, standbys: int = 0) -> None:
+def check(
+  plan: Sequence[Event], learners: int, standbys: int = 0, hosts: int = 1
+) -> None:
   """Raises ConfigError for events this version or this job cannot inject."""
   for event in plan:
     if isinstance(event, Storm):
@@ -38,7 +41,7 @@ def check(plan: Sequence[Event], learners: int, standbys: int = 0) -> None:
     target = event.target
     unavailable = (
       event.action not in _AVAILABLE
-      or target.host is not None
+      or (target.host is not None and event.action not in _ON_HOSTS)
       or (event.action == "slow" and target.role != "learner")
       or (event.action == "partition" and target.role == "standby")
     )
@@ -46,7 +49,12 @@ def check(plan: Sequence[Event], learners: int, standbys: int = 0) -> None:
       raise ConfigError(
         f"chaos {str(event)!r} is not available yet: this version has "
         f"{', '.join(_AVAILABLE)} on learner/N (all but slow on syncer; kill, "
-        "term and pause on standby/N)"
+        "term and pause on standby/N and learner/N/host/M)"
+      )
+    if target.host is not None and target.host >= hosts:
+      raise ConfigError(
+        f"chaos {str(event)!r}: {target} does not exist, "
+        f"--hosts_per_learner={hosts}"
       )
     count = standbys if target.role == "standby" else learners
     if target.index is not None and target.index >= count:
@@ -75,6 +83,7 @@ class Injectors:
     control: per learner the file its `Slowdown` polls.
     proxies: per learner the proxy its traffic goes through, where one does.
     events: where each fault is recorded.
+    hosts: of a learner; what hits a learner hits them all.
   """
 
   def __init__(
@@ -83,13 +92,15 @@ class Injectors:
     control: Mapping[int, Path],
     proxies: Mapping[int, Proxy],
     events: EventSink,
+    hosts: int = 1,
   ):
+    self._hosts = hosts
     self._processes = processes
     self._control = control
     self._proxies = proxies
     self._events = events
     # (when, fault, process id at the fault) of what must be undone.
-    self._undo: list[tuple[float, Fault, int | None]] = []
+    self._undo: list[tuple[float, Fault, list[int]]] = []
 
   def inject(self, fault: Fault, now_s: float) -> bool:
     """Starts a fault; False where its target is down already.
@@ -99,8 +110,8 @@ class Injectors:
       now_s: seconds from the job's start.
     """
     role = str(fault.target)
-    pid = self._processes.pid(role)
-    down = fault.action in ("kill", "term", "pause") and pid is None
+    pids = self._pids(fault.target)
+    down = fault.action in ("kill", "term", "pause") and not pids
     # Recorded first: what follows from it must not precede it in the log.
     self._events.emit(
       "fault",
@@ -112,10 +123,21 @@ class Injectors:
     )
     if down:
       return False
-    self._start(fault, role)
+    self._start(fault)
     if fault.for_s is not None:
-      self._undo.append((now_s + fault.for_s, fault, pid))
+      self._undo.append((now_s + fault.for_s, fault, pids))
     return True
+
+  def _roles(self, target: Target) -> list[str]:
+    """The processes that a target is."""
+    if target.role != "learner" or target.host is not None or self._hosts == 1:
+      return [str(target)]
+    return [f"{target}/host/{host}" for host in range(self._hosts)]
+
+  def _pids(self, target: Target) -> list[int]:
+    """Process ids of those of them that run."""
+    found = [self._processes.pid(role) for role in self._roles(target)]
+    return [pid for pid in found if pid is not None]
 
   def heal_due(self, now_s: float) -> None:
     """Ends every fault whose time is over."""
@@ -133,22 +155,30 @@ class Injectors:
   def next_at_s(self) -> float:
     return min((at_s for at_s, _, _ in self._undo), default=float("inf"))
 
-  def _start(self, fault: Fault, role: str) -> None:
+  def _start(self, fault: Fault) -> None:
+    roles = [
+      role
+      for role in self._roles(fault.target)
+      if self._processes.pid(role) is not None
+    ]
     if fault.action in ("kill", "term"):
-      self._processes.expect_fault(role, fault.restart)
       number = signal.SIGKILL if fault.action == "kill" else signal.SIGTERM
-      self._processes.send(role, number)
+      for role in roles:
+        self._processes.expect_fault(role, fault.restart)
+        self._processes.send(role, number)
     elif fault.action == "pause":
-      self._processes.send(role, signal.SIGSTOP)
+      for role in roles:
+        self._processes.send(role, signal.SIGSTOP)
     elif fault.action == "slow":
       self._slow(fault, fault.by or 1.0)
     else:
       for proxy in self._cut_by(fault):
         proxy.cut()
 
-  def _end(self, fault: Fault, pid: int | None) -> None:
-    if fault.action == "pause" and pid is not None:
-      self._processes.resume(pid)  # it may have lost its role meanwhile
+  def _end(self, fault: Fault, pids: list[int]) -> None:
+    if fault.action == "pause":
+      for pid in pids:
+        self._processes.resume(pid)  # it may have lost its role meanwhile
     elif fault.action == "slow":
       self._slow(fault, 1.0)
     elif fault.action == "partition":

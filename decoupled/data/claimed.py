@@ -260,7 +260,10 @@ class ClaimedBatches(ReadAhead):
 
   def _unclaimed(self) -> Position:
     """The next unit of this learner's own shuffle, as a place."""
-    nth = self._claims.go_without(self._who)
+    return self._private(self._claims.go_without(self._who))
+
+  def _private(self, nth: int) -> Position:
+    """The n-th unit of this learner's own shuffle."""
     epoch, index = divmod(nth, self._order.units)
     own = self._learner % _PRIVATE_LEARNERS
     epoch = _PRIVATE_EPOCH + epoch % _PRIVATE_EPOCHS * _PRIVATE_LEARNERS + own

@@ -64,9 +64,10 @@ def plan(
   return Devices(platform, len(names) // learners, divide(names, learners))
 
 
-def suiting(mesh: Mesh) -> int:
-  """CPU devices to simulate for a mesh: two where it takes what there is."""
-  return mesh.data * mesh.fsdp if mesh.data else max(2, mesh.fsdp)
+def suiting(mesh: Mesh, hosts: int = 1) -> int:
+  """CPU devices each host simulates for a mesh: two where it takes any."""
+  wanted = mesh.data * mesh.fsdp if mesh.data else max(2 * hosts, mesh.fsdp)
+  return -(-wanted // hosts)
 
 
 def divide(

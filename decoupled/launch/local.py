@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import logging
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,13 @@ from decoupled.chaos import plan as chaos_plan
 from decoupled.chaos.plan import Event as ChaosEvent
 from decoupled.chaos.proxy import Proxy
 from decoupled.chaos.schedule import Schedule
-from decoupled.config import Config, contract_lines, gin_text, validate
+from decoupled.config import (
+  Config,
+  contract_lines,
+  gin_text,
+  replaced,
+  validate,
+)
 from decoupled.errors import ConfigError, DecoupledError
 from decoupled.launch import control, termination
 from decoupled.launch import devices as devices_lib
@@ -43,12 +50,14 @@ _CHAOS_TICK_S = 0.02
 _EVALUATE_S = 600.0
 _MARGIN_S = 2.0  # beyond the grace time of a process that is told to end
 _LET_GO_S = 2.0
-_HEAR_S = 5.0
+_HEAR_S = 5.0  # for a standby to hear of the end
+HOSTS_TAU = 4  # Exchange.tau where learners have several hosts
 # A killed learner is not started again before it is known whether a standby
 # takes its part; the syncer says so as soon as it knows of the death.
 _HELD_S = 2.0
 # Beyond the drain itself: saving, and the syncer's own goodbyes.
 _SAVE_S = 60.0
+_ASK_S = 5.0  # for the syncer's answer, when the job is told to end
 
 
 def run(config: Config, options: RunOptions) -> int:
@@ -62,12 +71,17 @@ def run(config: Config, options: RunOptions) -> int:
       running.
   """
   plan = chaos_plan.parse(options.chaos)
+  config = _of_hosts(config, options.hosts_per_learner)
   _check(config, options, plan)
+  hosts = options.hosts_per_learner
+  # each host is given its share as if it were a learner
   devices = devices_lib.plan(
-    options.learners + options.standbys,
-    options.devices_per_host or devices_lib.suiting(config.mesh),
+    options.learners * hosts + options.standbys,
+    options.devices_per_host or devices_lib.suiting(config.mesh, hosts),
   )
-  validate(config, learners=options.learners, devices=devices.per_learner)
+  validate(
+    config, learners=options.learners, devices=hosts * devices.per_learner
+  )
   workdir = Workdir(options.workdir)
   workdir.create()
   workdir.lock()
@@ -85,16 +99,43 @@ def run(config: Config, options: RunOptions) -> int:
     workdir.unlock()
 
 
+def _of_hosts(config: Config, hosts: int) -> Config:
+  """The contract of a run whose learners have several hosts.
+
+  These agree one step late (design 4.9), so that the overlap budget is wider
+  unless it was chosen. This is the one place that knows: the contract goes on
+  from here to the syncer and to every learner. Who starts roles one by one
+  says Exchange.tau to the syncer.
+  """
+  if hosts == 1 or config.origins["Exchange.tau"] != "default":
+    return config
+  return replaced(config, {"Exchange.tau": HOSTS_TAU}, "--hosts_per_learner")
+
+
 def _check(
   config: Config, options: RunOptions, plan: tuple[ChaosEvent, ...]
 ) -> None:
   """Raises ConfigError for what this version or this machine cannot do."""
   if options.learners < 1:
     raise ConfigError(f"--learners={options.learners} must be at least 1")
-  if options.hosts_per_learner != 1:
+  hosts = options.hosts_per_learner
+  if hosts < 1:
+    raise ConfigError(f"--hosts_per_learner={hosts} must be at least 1")
+  if hosts > 1 and options.standbys:
     raise ConfigError(
-      f"--hosts_per_learner={options.hosts_per_learner}: this version runs "
-      "learners of one host on one machine (--hosts_per_learner=1)"
+      f"--standbys={options.standbys} with --hosts_per_learner={hosts}: this "
+      "version has standbys of learners of one host alone; all hosts of a "
+      "learner are started again instead (--standbys=0)"
+    )
+  if hosts > 1 and not config.exchange.tau:
+    raise ConfigError(
+      f"Exchange.tau = 0 with --hosts_per_learner={hosts}: the lock-step mode "
+      f"is for learners of one host; choose Exchange.tau = {HOSTS_TAU}"
+    )
+  if config.batch.sequences % hosts:
+    raise ConfigError(
+      f"Batch.sequences = {config.batch.sequences} cannot be divided among "
+      f"--hosts_per_learner={hosts}"
     )
   if options.http_port:
     raise ConfigError(
@@ -102,7 +143,7 @@ def _check(
       "see `decoupled status`"
     )
   validate(config, learners=options.learners)
-  injectors.check(plan, options.learners, options.standbys)
+  injectors.check(plan, options.learners, options.standbys, hosts)
 
 
 class _Job:
@@ -127,11 +168,11 @@ class _Job:
     self._rounds_closed = standing.rounds
     self._draining = False
     self._was_draining = False
-    self._entered_a_phase = False
+    self._ended = False  # the run: its learners have been told, or are being
     self._let_go_at_s = 0.0
     self._why = ""
     self._signal: signal.Signals | None = None
-    self._told: signal.Signals | None = None  # the syncer, not this process
+    self._told: signal.Signals | None = None  # a syncer that stays away
     self._proxies: dict[int, Proxy] = {}
     self._standbys_proxy: Proxy | None = None
     self._control: dict[int, Path] = {}
@@ -155,7 +196,7 @@ class _Job:
           status = "failed"
       except RoleFailed as error:
         reason = str(error)
-        self._wind_down()
+        self._wind_down("the job failed")
       if status != "failed":
         reason = self._evaluate(status) or reason
         status = "failed" if reason and status == "completed" else status
@@ -173,6 +214,7 @@ class _Job:
       config=dict(contract_lines(self._config)),
       rounds=self._options.rounds,
       tokens=self._options.tokens,
+      hosts_per_learner=self._options.hosts_per_learner,
       devices_per_host=self._devices.per_learner,
       resumed=self._standing.resumed,
     )
@@ -192,11 +234,16 @@ class _Job:
       self._standing.rounds,
     )
     self._injectors = injectors.Injectors(
-      self._supervisor, self._control, self._proxies, self._events
+      self._supervisor,
+      self._control,
+      self._proxies,
+      self._events,
+      self._options.hosts_per_learner,
     )
     self._supervisor.start(self._syncer_role())
     for learner in range(self._options.learners):
-      self._supervisor.start(self._learner_role(learner))
+      for role in self._learner_roles(learner):
+        self._supervisor.start(role)
 
   def _syncer(self) -> tuple[str, int] | None:
     address = published_address(self._workdir.address)
@@ -216,7 +263,36 @@ class _Job:
     again = ("--resume=auto",)
     return dataclasses.replace(role, done_at_zero=True, again=again)
 
-  def _learner_role(self, learner: int) -> Role:
+  def _learner_roles(self, learner: int) -> list[Role]:
+    """One process for each host."""
+    hosts = self._options.hosts_per_learner
+    if hosts == 1:
+      return [self._learner_role(learner, f"learner/{learner}", learner)]
+    coordinator = f"127.0.0.1:{_free_port()}"
+    roles = []
+    for host in range(hosts):
+      role = self._learner_role(
+        learner,
+        f"learner/{learner}/host/{host}",
+        learner * hosts + host,
+        f"--process_id={host}",
+        f"--num_processes={hosts}",
+        f"--coordinator_address={coordinator}",
+      )
+      roles.append(dataclasses.replace(role, group=f"learner/{learner}"))
+    return roles
+
+  def _names_of(self, learner: int) -> list[str]:
+    """The roles that are a learner."""
+    hosts = self._options.hosts_per_learner
+    if hosts == 1:
+      return [f"learner/{learner}"]
+    return [f"learner/{learner}/host/{host}" for host in range(hosts)]
+
+  def _learner_role(
+    self, learner: int, name: str, share: int, *more: str
+  ) -> Role:
+    """The process `name` of a learner, with that share of the devices."""
     proxy = self._proxies.get(learner)
     address = proxy.address if proxy else f"@{self._workdir.address}"
     held_s = _HELD_S if self._options.standbys else 0.0
@@ -225,12 +301,13 @@ class _Job:
       f"--learners={self._options.learners}",
       f"--syncer_address={address}",
       f"--devices_per_host={self._devices.simulated}",
+      *more,
     )
     env = devices_lib.environment(
-      self._devices, learner, self._config.local.xla_threads
+      self._devices, share, self._config.local.xla_threads
     )
     env[slow.VARIABLE] = str(self._learner_control(learner))
-    role = self._role(f"learner/{learner}", "learner", arguments, env)
+    role = self._role(name, "learner", arguments, env)
     return dataclasses.replace(role, held_s=held_s)
 
   def _standby_role(self, standby: int) -> Role:
@@ -285,24 +362,19 @@ class _Job:
     while self._supervisor.finished("syncer") is None:
       self._turn()
       if self._signal:
-        return self._wind_down()
+        return self._wind_down(f"stopped by {self._signal.name}")
       if self._nobody_left():
         if not (self._draining or self._all_done()):
-          self._wind_down()
+          self._wind_down("no learner is left")
           return "no learner is left: none runs, and no restart is owed"
         self._let_go()
     status = self._supervisor.finished("syncer")
+    self._see_off(self._config.limits.drain_s + _SAVE_S)
     if status and termination.told(status):
       self._told = termination.signal_of(status)
-      return self._see_off()
-    if not self._entered_a_phase:
-      # all was done before: nobody will tell the learners to leave
-      limit_s = self._config.limits.grace_s + _MARGIN_S
-      self._supervisor.stop(limit_s, signal.SIGTERM)
-    if status:
-      self._see_off()
+    elif status:
       return f"the syncer ended with status {status}, and is not restarted"
-    return self._see_off()
+    return ""
 
   def _turn(self) -> None:
     """Waits a moment for an exit and does whatever is due."""
@@ -340,14 +412,15 @@ class _Job:
   def _read_events(self) -> None:
     for event in self._reader.new():
       if event["kind"] in ("ready", "first_step"):
-        self._supervisor.ready(f"learner/{event['learner']}")
+        for role in self._names_of(int(event["learner"])):
+          self._supervisor.ready(role)
       elif event["kind"] in ("standby", "decided", "promoted", "restart"):
         self._standby_event(event)
       elif event["kind"] == "round":
         self._rounds_closed = max(self._rounds_closed, int(event["round"]))
       elif event["kind"] == "phase":
-        self._entered_a_phase = True
         self._draining = event["phase"] in ("draining", "ended")
+        self._ended = event["phase"] == "ended"
         self._why = str(event["why"])
         self._supervisor.ready("syncer")
         self._start_standbys(str(event["phase"]))
@@ -374,7 +447,7 @@ class _Job:
     elif kind == "promoted":
       self._promoted(int(event["learner"]), str(event["standby"]))
     elif str(event["role"]).startswith("learner/"):
-      learner = int(str(event["role"]).removeprefix("learner/"))
+      learner = int(str(event["role"]).split("/")[1])
       self._control[learner] = self._learner_control(learner)
       if learner in self._own_proxies:
         self._proxies[learner] = self._own_proxies[learner]
@@ -392,12 +465,11 @@ class _Job:
   def _tell_owed(self) -> None:
     """Asks the syncer not to end before a learner's restart is back."""
     owed = frozenset(self._supervisor.owed())
-    for role in owed - self._told_owed:
-      learner = role.removeprefix("learner/")
-      if learner != role:
-        threading.Thread(
-          target=self._expect, args=(int(learner),), daemon=True
-        ).start()
+    roles = [role.split("/") for role in owed - self._told_owed]
+    for learner in {int(role[1]) for role in roles if role[0] == "learner"}:
+      threading.Thread(
+        target=self._expect, args=(learner,), daemon=True
+      ).start()
     self._told_owed = owed
 
   def _expect(self, learner: int) -> None:
@@ -454,41 +526,58 @@ class _Job:
   def _all_done(self) -> bool:
     """Whether every learner left since the run had ended for it."""
     return all(
-      self._supervisor.finished(f"learner/{i}") == 0
+      self._supervisor.finished(role) == 0
       for i in range(self._options.learners)
+      for role in self._names_of(i)
     )
 
   # ---- ending ----------------------------------------------------------------
 
-  def _wind_down(self) -> str:
-    """Ends early: the syncer drains and saves, then everybody leaves."""
-    self._injectors.heal_all()
-    self._supervisor.no_more_restarts()
-    limits = self._config.limits
-    if not self._supervisor.send("syncer", signal.SIGTERM):
-      # Nobody would ever tell the learners to leave.
-      self._supervisor.stop(limits.grace_s + _MARGIN_S, signal.SIGTERM)
-      return ""
-    self._await(
-      lambda: self._supervisor.pid("syncer") is None,
-      limits.grace_s + _MARGIN_S,
-    )
-    return self._see_off()
+  def _wind_down(self, why: str) -> str:
+    """Ends early: the syncer drains and saves, then everybody leaves.
 
-  def _see_off(self) -> str:
-    """Waits for the learners to leave by themselves, then makes them."""
+    A SIGTERM alone would make the syncer leave the run to another one. It is
+    first asked for a drain, which the signal then gives its limit.
+    """
+    self._injectors.heal_all()
+    booting = self._supervisor.booting()
     self._supervisor.no_more_restarts()
+    for role in booting:  # it has nothing to save, and delays nobody
+      self._supervisor.send(role, signal.SIGTERM)
+    if "syncer" not in booting:
+      asked = threading.Thread(
+        target=self._ask, args=(lambda syncer: syncer.drain(why),), daemon=True
+      )
+      asked.start()
+      self._await(lambda: not asked.is_alive(), _ASK_S)
+      self._supervisor.send("syncer", signal.SIGTERM)
+    grace_s = self._config.limits.grace_s
     self._await(
-      lambda: all(
-        role.startswith("standby/") for role in self._supervisor.running()
-      ),
-      self._config.limits.drain_s + _SAVE_S,
+      lambda: self._supervisor.pid("syncer") is None, grace_s + _MARGIN_S
     )
-    # A standby that still boots has not heard of the end.
-    self._await(lambda: not self._supervisor.running(), _HEAR_S)
+    self._see_off(grace_s)
+    return ""
+
+  def _see_off(self, limit_s: float) -> None:
+    """Waits for the learners to leave by themselves, then makes them.
+
+    Args:
+      limit_s: for those whose run has ended. The others would train on without
+        a syncer, and are told to leave at once.
+    """
+    self._supervisor.no_more_restarts()
+    self._read_events()
+    if self._ended:
+      self._await(
+        lambda: all(
+          role.startswith("standby/") for role in self._supervisor.running()
+        ),
+        limit_s,
+      )
+      # one that still boots has not heard of it
+      self._await(lambda: not self._supervisor.running(), _HEAR_S)
     grace_s = self._config.limits.grace_s
     self._supervisor.stop(grace_s + _MARGIN_S, signal.SIGTERM)
-    return ""
 
   def _await(self, done: Callable[[], bool], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
@@ -499,7 +588,8 @@ class _Job:
 
   def _evaluate(self, status: str) -> str:
     """Has the result evaluated by a process of its own; "" or what failed."""
-    arguments = (f"--devices_per_host={self._devices.simulated}",)
+    simulated = self._options.hosts_per_learner * self._devices.simulated
+    arguments = (f"--devices_per_host={simulated}",)
     env = devices_lib.environment(self._devices, 0, 0)
     role = self._role("evaluate", "evaluate", arguments, env, restarts=False)
     supervisor = Supervisor(self._events)
@@ -558,6 +648,13 @@ class _Job:
         proxy.close()
       if self._standbys_proxy is not None:
         self._standbys_proxy.close()
+
+
+def _free_port() -> int:
+  """One that nobody listens at; for a JAX coordination service."""
+  with socket.socket() as trial:
+    trial.bind(("127.0.0.1", 0))
+    return int(trial.getsockname()[1])
 
 
 @contextlib.contextmanager

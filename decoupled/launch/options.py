@@ -114,6 +114,11 @@ class LearnerOptions:
   devices_per_host: int = 0
   started_at: float | None = None
 
+  def role(self, learner_id: int) -> str:
+    """What this process is called: of several hosts each by its rank."""
+    host = f"/host/{self.process_id}" if self.num_processes > 1 else ""
+    return f"learner/{learner_id}{host}"
+
 
 @dataclasses.dataclass(frozen=True)
 class StandbyOptions(LearnerOptions):
@@ -124,6 +129,28 @@ class StandbyOptions(LearnerOptions):
   """
 
   name: str = "standby"
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinatorOptions:
+  """`decoupled coordinator`: where hosts of learners meet.
+
+  Attributes:
+    workdir: where `coordinator.address` is written.
+    bind: `host:port` or `[::1]:port` to listen on; port 0 = any free one. The
+      coordination services take free ports of the same interface.
+    token_file: file with the run token (None = `<workdir>/run.token`).
+    tls_cert: PEM file with the certificate to show (None = plain text).
+    tls_key: PEM file with its key.
+    grace_s: from SIGTERM to the end, at most.
+  """
+
+  workdir: Path
+  bind: str = "127.0.0.1:0"
+  token_file: Path | None = None
+  tls_cert: Path | None = None
+  tls_key: Path | None = None
+  grace_s: float = 10.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,13 +44,15 @@ class Role:
     env: its whole environment.
     log: file that its output is appended to.
     restarts: whether it is started again when it dies.
-    done_at_zero: status 0 means that the job is done, struck or not; so does
-      the status of a process that was told to end, and ended it in order.
+    done_at_zero: status 0 means that the job is done, struck or not.
     again: further arguments when it is started again; they overrule earlier
       ones.
     spare: the job goes on without it; it always boots beside training ones.
     held_s: how long its restart waits for the word whether another process
       takes its part (`release`, `swap`).
+    group: roles of one group, such as the hosts of a learner, are of use only
+      together: with one that dies all die, and are started again once all are
+      down.
   """
 
   name: str
@@ -62,6 +64,7 @@ class Role:
   again: tuple[str, ...] = ()
   spare: bool = False
   held_s: float = 0.0
+  group: str = ""
 
 
 class _Process:
@@ -75,6 +78,7 @@ class _Process:
     self.role = role
     self.log = role.log
     self.displaced = False  # its part was taken while it still ran
+    self.along: bool | None = None  # it goes with another of its group; again?
     self.popen: subprocess.Popen[bytes] | None = None
     self.attempt = 0
     self.was_ready = False
@@ -138,6 +142,15 @@ class Supervisor:
   def finished(self, role: str) -> int | None:
     """Exit status of a role that will not be started again, else None."""
     return self._processes[role].finished
+
+  def booting(self) -> tuple[str, ...]:
+    """Roles that run and have not got as far as doing their work."""
+    owed = self.owed()
+    return tuple(
+      name
+      for name in self.running()
+      if name in owed or not self._processes[name].was_ready
+    )
 
   # ---- acting ----------------------------------------------------------------
 
@@ -270,14 +283,60 @@ class Supervisor:
       role=role.name,
       code=status if status >= 0 else None,
       signal=signal.Signals(-status).name if status < 0 else None,
-      planned=displaced or self._ends(role),
+      planned=displaced or process.along is not None or self._ends(role),
     )
     process.owed_since_s = None
-    again = self._wants_restart(process, status)
+    again = self._goes_along(process)
+    if again is None:
+      again = self._wants_restart(process, status)
+      self._take_along(process, status, again)
     if again:
       self._plan_restart(process)
     else:
       process.finished = status
+
+  def _goes_along(self, process: _Process) -> bool | None:
+    """Whether to start a process again that went with another; None: none did.
+
+    An end of the job is an end for all.
+    """
+    along, process.along = process.along, None
+    if along is None:
+      return None
+    stays_down = False in process.faults
+    process.faults.clear()  # the other one's was its, too
+    if stays_down:  # and so do the others, which may have gone first
+      for other in self._group(process):
+        other.start_at_s = other.owed_since_s = None
+        other.along = False if other.popen is not None else None
+        other.finished = -signal.SIGTERM
+      return False
+    return along and not self._ends(process.role)
+
+  def _take_along(self, process: _Process, status: int, again: bool) -> None:
+    """What becomes of the group of a process that has ended.
+
+    Those that are down already are started again with it. Those that run end
+    with it: by themselves, if it ended in order, as it was agreed.
+    """
+    in_order = status == 0 or termination.told(status)
+    for other in self._group(process):
+      if other.popen is not None and (again or not in_order):
+        other.along = again
+        if not in_order:
+          self.send(other.role.name, signal.SIGKILL)
+      elif other.popen is None and again:
+        other.finished = None
+        self._plan_restart(other)
+
+  def _group(self, process: _Process) -> list[_Process]:
+    """The others of its group."""
+    group = process.role.group
+    return [
+      other
+      for other in self._processes.values()
+      if group and other.role.group == group and other is not process
+    ]
 
   def _ends(self, role: Role) -> bool:
     """Whether an exit of that role is an end by now."""
@@ -288,8 +347,7 @@ class Supervisor:
     fault = process.faults.popleft() if process.faults else None
     if self._ends(process.role) or fault is False:
       return False
-    ended = status == 0 or termination.told(status)
-    if ended and process.role.done_at_zero:
+    if status == 0 and process.role.done_at_zero:
       return False
     if fault:  # injected: says nothing about the role
       return process.role.restarts or self._fail(process, status)
@@ -324,6 +382,9 @@ class Supervisor:
     now_s = time.monotonic()
     for process in self._processes.values():
       if process.start_at_s is not None and process.start_at_s <= now_s:
+        group = self._group(process)
+        if any(p.popen is not None and p.along is not None for p in group):
+          continue  # all of them start together
         process.start_at_s = None
         self._spawn(process)
 

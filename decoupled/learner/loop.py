@@ -24,7 +24,8 @@ from decoupled.algorithm.policy import Exchange
 from decoupled.data.pipeline import Item
 from decoupled.learner.mesh import replicated
 from decoupled.learner.pace import Pace
-from decoupled.learner.step import TrainState, TrainStep, put_batch
+from decoupled.learner.step import Metrics, TrainState, TrainStep, put_batch
+from decoupled.link.ops import place
 
 _RECENT_STEPS = 1 << 16  # step times kept for the median and the 99th
 
@@ -68,6 +69,31 @@ class FullSpeed:
 
 
 _FULL_SPEED = FullSpeed()
+
+
+class Lanes(Protocol):
+  """What a learner of several hosts feeds into its steps and gets back."""
+
+  def feed(self) -> tuple[jax.Array, ...]:
+    """Further arguments of the step about to be dispatched."""
+    ...
+
+  def carried(self, metrics: Metrics) -> None:
+    """What that step will return."""
+    ...
+
+
+class NoLanes:
+  """A learner of one host."""
+
+  def feed(self) -> tuple[jax.Array, ...]:
+    return ()
+
+  def carried(self, metrics: Metrics) -> None:
+    del metrics
+
+
+_NO_LANES = NoLanes()
 
 
 class Source(Protocol):
@@ -115,6 +141,7 @@ def train(
   learner_id: int,
   pad: Callable[[], float] = lambda: 0.0,
   slow: Stretch = _FULL_SPEED,
+  lanes: Lanes = _NO_LANES,
   stopping: Callable[[], bool] = lambda: False,
   after_step: Callable[[Trained], None] = lambda _: None,
 ) -> None:
@@ -131,6 +158,7 @@ def train(
     learner_id: goes into the dropout key.
     pad: seconds to sleep in a step, which stand for accelerator time.
     slow: its `factor` stretches steps.
+    lanes: by which the hosts of this learner agree.
     stopping: whether to leave at the next boundary.
     after_step: told after every boundary; must not block.
   """
@@ -138,8 +166,7 @@ def train(
 
   def scalar(value: int) -> jax.Array:
     """An int32 on every device, moved there explicitly."""
-    placed: jax.Array = jax.device_put(np.int32(value), everywhere)
-    return placed
+    return place(np.array(value, np.int32), everywhere)
 
   learner = scalar(learner_id)
   item = next(batches)
@@ -158,7 +185,9 @@ def train(
         scalar(done.schedule_step),
         scalar(done.step),
         learner,
+        *lanes.feed(),
       )
+      lanes.carried(metrics)
       done.step += 1
       done.tokens += tokens_per_step
       done.position = item.position

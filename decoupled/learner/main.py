@@ -5,9 +5,13 @@ corpus) is done before the id is claimed.
 """
 
 import logging
+import os
+import sys
+from typing import NoReturn
 
 from decoupled import faults
 from decoupled.config import Config
+from decoupled.errors import DecoupledError
 from decoupled.launch import folders
 from decoupled.launch.options import LearnerOptions
 from decoupled.launch.termination import Termination
@@ -25,15 +29,37 @@ def run(config: Config, options: LearnerOptions) -> int:
   Raises:
     DecoupledError: with the line that the user reads.
   """
-  faults.arm(f"learner/{options.learner_id}")
+  faults.arm(options.role(options.learner_id))
   folders.prepare(options.workdir)
-  named = f"/{options.learner_id}" if options.learner_id >= 0 else ""
-  end = Termination(f"learner{named}", config.limits.grace_s)
+  named = options.role(options.learner_id) if options.learner_id >= 0 else ""
+  end = Termination(named or "learner", config.limits.grace_s)
   end.events = taking_part.log_of(options)
   try:
     return _run(config, options, end)
+  except Exception as error:
+    if options.num_processes == 1:
+      raise
+    _leave_the_job(error, options)
   finally:
     end.close()
+
+
+def _leave_the_job(error: Exception, options: LearnerOptions) -> NoReturn:
+  """Ends this process at once: its learner's other hosts may be gone.
+
+  To go in order would mean to wait for them.
+  """
+  if not isinstance(error, DecoupledError):
+    _LOG.error("the step of several hosts failed", exc_info=error)
+  first = (str(error).splitlines() or [type(error).__name__])[0]
+  print(
+    f"decoupled learner: host {options.process_id} of learner "
+    f"{options.learner_id} leaves: {first}",
+    file=sys.stderr,
+    flush=True,
+  )
+  logging.shutdown()
+  os._exit(1)
 
 
 def _run(config: Config, options: LearnerOptions, end: Termination) -> int:

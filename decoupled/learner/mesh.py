@@ -66,6 +66,17 @@ def check_batch(
     )
 
 
+def check_hosts(mesh: jax.sharding.Mesh, hosts: int) -> None:
+  """Raises ConfigError unless every host has the same part of the mesh."""
+  devices = jax.device_count()
+  if hosts > 1 and mesh.size != devices:
+    raise ConfigError(
+      f"the mesh takes {mesh.size} devices, the {hosts} hosts of this learner "
+      f"have {devices}: a learner of several hosts uses all of them "
+      "(Mesh.data = 0)"
+    )
+
+
 def param_sharding(spec: TensorSpec, mesh: jax.sharding.Mesh) -> NamedSharding:
   """Shards the largest axis that `fsdp` divides (ties: the first).
 

@@ -214,6 +214,26 @@ def received(incoming: states.Incoming, wanted: Any) -> Origin:
   )
 
 
+class FreshSearch:
+  """Of a learner of several hosts, which begins with fresh moments.
+
+  Its hosts would have to agree on a donor, or on a checkpoint.
+  """
+
+  def __init__(self, welcome: Welcome):
+    if welcome.has_history:
+      _LOG.warning(
+        "learner %d has several hosts: it goes on with fresh optimizer moments",
+        welcome.learner_id,
+      )
+
+  def done(self) -> bool:
+    return True
+
+  def result(self) -> Origin:
+    return Origin("fresh")
+
+
 def _finite(array: np.ndarray) -> bool:
   """Whether no value is infinite or NaN; true of integers."""
   if not jnp.issubdtype(array.dtype, np.inexact):

@@ -20,13 +20,17 @@ from decoupled.data import corpus as corpus_lib
 from decoupled.data.claimed import Claims
 from decoupled.data.corpus import Text
 from decoupled.data.pipeline import Order, batch_spec
+from decoupled.data.shared import Shared
+from decoupled.errors import ConfigError
 from decoupled.launch.options import LearnerOptions
-from decoupled.learner import allocator, compile_cache, joining
+from decoupled.learner import allocator, compile_cache, epochs, joining
 from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
 from decoupled.learner.compile_cache import CompileCounter
 from decoupled.learner.copies import Copier, compile_copy
 from decoupled.learner.optimizer import make_optimizer
+from decoupled.link import agreement
+from decoupled.link.collective import Collective
 from decoupled.models.task import LanguageModel
 from decoupled.types import Hello, RunContract
 
@@ -49,6 +53,8 @@ class Program:
     copy: the compiled copy of the optimizer's state.
     init: makes a state from the seed.
     order: which window each row of a unit is.
+    collective: by which several hosts agree where no step is taken; None for
+      a learner of one.
   """
 
   config: Config
@@ -62,6 +68,7 @@ class Program:
   copy: Copier
   init: Callable[[Any], steps.TrainState]
   order: Order
+  collective: Collective | None = None
 
   @property
   def seed(self) -> int:
@@ -116,6 +123,8 @@ class Program:
       contract=self.contract,
       program=self.lines,
       gives_state=self.config.local.donates and jax.process_count() == 1,
+      hosts=self.options.num_processes,
+      host=self.options.process_id,
     )
 
 
@@ -136,8 +145,11 @@ def prepare(
     allocator.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", options.devices_per_host)
+  if options.num_processes > 1:
+    _connect(options, config.limits.start_s)
   compiles = compile_cache.enable(options.workdir / "cache" / "xla")
   mesh = meshes.make_mesh(config.mesh)
+  meshes.check_hosts(mesh, options.num_processes)
   meshes.check_batch(config.batch.sequences, config.local.microbatches, mesh)
   text = corpus_lib.load(config.corpus)
   if asked is not None:
@@ -146,6 +158,12 @@ def prepare(
   task = LanguageModel(config.transformer, config.local.remat, rows)
   optimizer = make_optimizer(config.optimizer, task.tensor_specs())
   specs = steps.state_specs(task, optimizer, mesh)
+  collective = None
+  if options.num_processes > 1:
+    collective = Collective(
+      meshes.batch_sharding(mesh),
+      agreement.size(config.exchange.P, Shared.size),
+    )
   train_step = steps.compile_train_step(
     steps.make_train_step(
       task,
@@ -154,13 +172,16 @@ def prepare(
       config.schedule,
       mesh,
       config.local.microbatches,
+      agrees=collective is not None,
     ),
     specs,
     batch_spec(config.corpus.context, config.batch.sequences),
     mesh,
+    *([] if collective is None else [collective.spec]),
   )
   copy = compile_copy(specs.opt_state)
-  learner_store.warm_up(jax.device_put(np.int32(0), meshes.replicated(mesh)))
+  if collective is None:
+    learner_store.warm_up(jax.device_put(np.int32(0), meshes.replicated(mesh)))
   return Program(
     config=config,
     options=options,
@@ -178,4 +199,30 @@ def prepare(
       seed=options.seed or 0,
       unit_windows=config.corpus.unit_windows,
     ),
+    collective=collective,
   )
+
+
+# A coordination service ends with whoever holds it.
+_services: list[epochs.Service] = []
+# Longer than hosts lie apart where they compile or wait between boundaries.
+_COLLECTIVE_S = 30
+
+
+def _connect(options: LearnerOptions, limit_s: float) -> None:
+  """Makes this process one of the hosts of its learner's JAX job.
+
+  The coordination service is rank 0's own: with any host that dies all hosts
+  of the learner are started again, and so is the service.
+  """
+  hosts, rank = options.num_processes, options.process_id
+  if not options.coordinator_address:
+    raise ConfigError(
+      f"--num_processes={hosts} needs --coordinator_address=HOST:PORT, the "
+      "same for all hosts of the learner: rank 0 listens there"
+    )
+  limits = epochs.EpochLimits(connect_s=limit_s, collective_s=_COLLECTIVE_S)
+  epochs.prepare(limits)
+  if rank == 0:
+    _services.append(epochs.Service(options.coordinator_address, hosts))
+  epochs.connect(options.coordinator_address, rank, hosts, limits)

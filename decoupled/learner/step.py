@@ -17,6 +17,7 @@ from decoupled.errors import ConfigError
 from decoupled.learner import mesh as meshes
 from decoupled.learner.optimizer import learning_rate
 from decoupled.learner.settings import Optimizer, Schedule
+from decoupled.link.collective import span
 from decoupled.models.task import Task
 
 Batch: TypeAlias = Any  # tree of arrays with sequences on axis 0
@@ -37,9 +38,7 @@ class TrainState(NamedTuple):
   seed: jax.Array
 
 
-TrainStep: TypeAlias = Callable[
-  [TrainState, Batch, Any, Any, Any], tuple[TrainState, Metrics]
-]
+TrainStep: TypeAlias = Callable[..., tuple[TrainState, Metrics]]
 
 
 def dropout_key(seed: Any, learner: Any, step: Any) -> jax.Array:
@@ -101,6 +100,7 @@ def make_train_step(
   schedule: Schedule,
   mesh: jax.sharding.Mesh,
   microbatches: int = 1,
+  agrees: bool = False,
 ) -> Any:
   """Returns the jitted inner step; the state it is given is donated.
 
@@ -118,6 +118,9 @@ def make_train_step(
     mesh: where state and batch live.
     microbatches: pieces of equal size whose gradients are averaged, which
       equals the gradient of the whole batch.
+    agrees: of a learner of several hosts, whose step carries the lanes on
+      which they agree: a last argument int32[devices, lanes], split over the
+      devices; metrics then have its minimum `low` and maximum `high`.
   """
   specs = state_specs(task, optimizer, mesh)
   shardings = jax.tree.map(lambda spec: spec.sharding, specs)
@@ -143,10 +146,31 @@ def make_train_step(
     }
     return TrainState(params, opt_state, state.seed), metrics
 
+  inputs = (shardings, rows, everywhere, everywhere, everywhere)
+  if agrees:
+
+    def agreeing_step(
+      state: TrainState,
+      batch: Batch,
+      schedule_step: Any,
+      step: Any,
+      learner: Any,
+      lanes_DxL: jax.Array,
+    ) -> tuple[TrainState, Metrics]:
+      state, metrics = train_step(state, batch, schedule_step, step, learner)
+      low, high = span(lanes_DxL)
+      return state, {**metrics, "low": low, "high": high}
+
+    return jax.jit(
+      agreeing_step,
+      donate_argnums=(0,),
+      in_shardings=(*inputs, rows),
+      out_shardings=(shardings, everywhere),
+    )
   return jax.jit(
     train_step,
     donate_argnums=(0,),
-    in_shardings=(shardings, rows, everywhere, everywhere, everywhere),
+    in_shardings=inputs,
     out_shardings=(shardings, everywhere),
   )
 
@@ -156,6 +180,7 @@ def compile_train_step(
   state: TrainState,
   batch: Batch,
   mesh: jax.sharding.Mesh,
+  *lanes: jax.ShapeDtypeStruct,
 ) -> TrainStep:
   """Compiles ahead of time, from specs.
 
@@ -164,6 +189,7 @@ def compile_train_step(
     state: from `state_specs`.
     batch: specs of a global batch, from the data pipeline itself.
     mesh: where the batch lives.
+    lanes: of a step that agrees: their spec.
 
   Returns:
     The executable; feeding it other shapes, dtypes or shardings raises.
@@ -172,7 +198,7 @@ def compile_train_step(
   scalar = jax.ShapeDtypeStruct((), jnp.int32)
   placed = jax.tree.map(lambda spec: _placed(spec, rows), batch)
   compiled: TrainStep = train_step.lower(
-    state, placed, scalar, scalar, scalar
+    state, placed, scalar, scalar, scalar, *lanes
   ).compile()
   return compiled
 

@@ -19,18 +19,22 @@ from decoupled.chaos.slow import Slowdown
 from decoupled.clock import MonotonicClock
 from decoupled.config import Config
 from decoupled.data.claimed import FIRST_S, ClaimedBatches, Claims
+from decoupled.data.shared import Shared, SharedBatches
 from decoupled.launch import affinity
 from decoupled.launch.options import LearnerOptions
 from decoupled.launch.termination import Termination
 from decoupled.learner import compile_cache, loop
 from decoupled.learner import step as steps
+from decoupled.learner.agreeing import StepLanes
 from decoupled.learner.copies import Copies
 from decoupled.learner.donor import Donor
-from decoupled.learner.origin import Origin, Search
+from decoupled.learner.origin import FreshSearch, Origin, Search
 from decoupled.learner.pace import Pace
 from decoupled.learner.phases import Phases
 from decoupled.learner.program import Program
 from decoupled.learner.snapshots import Place, Snapshots
+from decoupled.link.agreement import Agreement, ByStep
+from decoupled.link.claims import DataClaims, NoClaims
 from decoupled.link.link import Link, Patience
 from decoupled.observe.events import EventLog
 from decoupled.observe.metrics import Metrics, flop_utilisation
@@ -49,7 +53,8 @@ class Part:
     program: what runs.
     wire: to the syncer.
     state: to begin with; the run's is put in its place.
-    claims: units of the corpus.
+    claims: units of the corpus; of a learner of several hosts rank 0 has
+      them all.
     link: has not joined.
     end: of this process.
   """
@@ -60,6 +65,13 @@ class Part:
   claims: Claims
   link: Link
   end: Termination
+  shared: Shared | None = None
+  lanes: loop.Lanes = dataclasses.field(default_factory=loop.NoLanes)
+
+  @property
+  def speaks(self) -> bool:
+    """Whether this host speaks for its learner in logs and in the ledger."""
+    return self.program.options.process_id == 0
 
 
 def assemble(
@@ -69,9 +81,20 @@ def assemble(
   end: Termination,
 ) -> Part:
   """Everything that is needed to take part, short of the claim."""
-  claims = program.claims()
-  link = _link(program, wire, state, claims, end)
-  return Part(program, wire, state, claims, link, end)
+  claims, options = program.claims(), program.options
+  if program.collective is None:
+    link = _link(program, wire, state, claims, end)
+    return Part(program, wire, state, claims, link, end)
+  shared = Shared(
+    options.process_id,
+    program.order.unit_windows,
+    program.config.batch.sequences,
+  )
+  agreement = ByStep(program.config.exchange.P, program.collective, shared)
+  known = claims if options.process_id == 0 else NoClaims()
+  link = _link(program, wire, state, known, end, lambda fragments: agreement)
+  lanes = StepLanes(agreement, program.collective)
+  return Part(program, wire, state, claims, link, end, shared, lanes)
 
 
 def claim(part: Part, learner_id: int) -> Welcome:
@@ -104,11 +127,15 @@ def take_part(
   program, link, claims, end = part.program, part.link, part.claims, part.end
   config, options = program.config, program.options
   opt_specs, wire, state = program.specs.opt_state, part.wire, part.state
-  end.role = f"learner/{welcome.learner_id}"
+  end.role = options.role(welcome.learner_id)
   phases.mark("joined")
-  search = Search(
-    wire.take_state, welcome, store_of(options), opt_specs, link.wake
-  )
+  search: Search | FreshSearch
+  if part.shared is None:
+    search = Search(
+      wire.take_state, welcome, store_of(options), opt_specs, link.wake
+    )
+  else:
+    search = FreshSearch(welcome)
   # The syncer answers reports, and there are none between here and the first
   # step: what it grants late, having just begun itself, is waited for here (for
   # the lease in which a new syncer only listens).
@@ -119,7 +146,8 @@ def take_part(
     if not search.done():
       return False
     phases.mark_once("optimizer_state")
-    return claims.ready or time.monotonic() > first_unit_by
+    given = claims.ready or not part.speaks
+    return given or time.monotonic() > first_unit_by
 
   state = state._replace(params=link.begin(state.params, enough))
   origin = search.result()
@@ -137,27 +165,44 @@ def take_part(
     MonotonicClock(),
   )
   donor = Donor(link, welcome.learner_id, wire.give_state, copies, opt_specs)
-  batches = ClaimedBatches(
-    program.text.train,
-    program.order,
-    claims,
-    config.batch.sequences,
-    learner=welcome.learner_id,
-  )
+  batches = _batches(part, welcome.learner_id)
   done = loop.Trained(
     state=state,
     schedule_step=max(link.common_step, origin.saved.get("schedule_step", 0)),
     position=batches.position,
   )
-  _say_ready(options, link, origin, phases, program.compiles)
+  if part.speaks:
+    _say_ready(options, link, origin, phases, program.compiles)
   affinity.release()
   end.something_to_lose()
-  stopping = end.requested.is_set
-  _train(program, link, done, saved, donor, batches, stopping, first_step)
+  _train(part, done, saved, donor, batches, first_step)
   donor.close()
-  _finish(options, link, done, saved, end, program.compiles)
+  _finish(part, done, saved)
   batches.close()
   return 0 if link.done else end.status
+
+
+def _batches(part: Part, learner_id: int) -> ClaimedBatches:
+  """What to train on, of the units that the learner claims."""
+  program, options = part.program, part.program.options
+  if part.shared is None:
+    return ClaimedBatches(
+      program.text.train,
+      program.order,
+      part.claims,
+      program.config.batch.sequences,
+      learner=learner_id,
+    )
+  return SharedBatches(
+    program.text.train,
+    program.order,
+    part.claims,
+    part.shared,
+    program.config.batch.sequences,
+    learner=learner_id,
+    host=options.process_id,
+    hosts=options.num_processes,
+  )
 
 
 def _say_ready(
@@ -206,8 +251,9 @@ def _link(
   program: Program,
   wire: client.GrpcLearnerWire,
   state: steps.TrainState,
-  claims: Claims,
+  claims: DataClaims,
   end: Termination,
+  agreement: Callable[[int], Agreement] | None = None,
 ) -> Link:
   limits = program.config.limits
 
@@ -224,25 +270,27 @@ def _link(
     ),
     leaving=leaving,
     claims=claims,
+    agreement=agreement,
   )
 
 
 def _train(
-  program: Program,
-  link: Link,
+  part: Part,
   done: loop.Trained,
   saved: Snapshots,
   donor: Donor,
   batches: ClaimedBatches,
-  stopping: Callable[[], bool],
   first_step: Callable[[], None],
 ) -> None:
+  program, link = part.program, part.link
   config, mesh = program.config, program.mesh
   learner_id = link.welcome.learner_id
   per_step = config.batch.sequences * config.corpus.context
-  metrics = Metrics(
-    program.options.workdir / "metrics" / f"learner_{learner_id}"
-  )
+  metrics: Metrics | None = None
+  if part.speaks:
+    metrics = Metrics(
+      program.options.workdir / "metrics" / f"learner_{learner_id}"
+    )
   flops = program.task.flops_per_token(config.corpus.context) * per_step
   device = mesh.devices.flat[0].device_kind
   clock = MonotonicClock()
@@ -250,12 +298,13 @@ def _train(
 
   def after_step(now: loop.Trained) -> None:
     nonlocal said
-    saved.after_step(now)
-    donor.after_step(now)
+    if part.shared is None:
+      saved.after_step(now)
+      donor.after_step(now)
     if now.step == 1:
       first_step()
     time_s = clock.now()
-    if time_s - said < _METRICS_EVERY_S:
+    if metrics is None or time_s - said < _METRICS_EVERY_S:
       return
     said, step_s = time_s, now.step_s[-1]
     metrics.step(
@@ -278,11 +327,16 @@ def _train(
     learner_id=learner_id,
     pad=_pad(config, learner_id, mesh),
     slow=Slowdown.from_environment(),
-    stopping=stopping,
+    lanes=part.lanes,
+    # a host of several goes where all of them have agreed to
+    stopping=part.end.requested.is_set
+    if part.shared is None
+    else lambda: link.leaves,
     after_step=after_step,
   )
   pace.close()
-  metrics.close()
+  if metrics is not None:
+    metrics.close()
 
 
 def _pad(
@@ -299,34 +353,29 @@ def _pad(
   return lambda: mean * (1 + share * draw.uniform(-1, 1)) if share else mean
 
 
-def _finish(
-  options: LearnerOptions,
-  link: Link,
-  done: loop.Trained,
-  saved: Snapshots,
-  end: Termination,
-  compiles: compile_cache.CompileCounter,
-) -> None:
+def _finish(part: Part, done: loop.Trained, saved: Snapshots) -> None:
   """Saves the inner optimizer state, if it has trained; says goodbye, leaves.
 
   Whatever takes too long here, `end` leaves in its place.
   """
+  link, end, options = part.link, part.end, part.program.options
   log = log_of(options)
   faults.reached("learner.finished")
   outcome = "nothing_to_save"
-  if done.step:
+  if done.step and part.shared is None:
     outcome = "saved" if saved.save(done, end.left_s) else "not_saved"
   reason = "ended" if link.done else "left"
   step_s = sorted(done.step_s) or [0.0]
   log.emit(
-    "learner_done",
+    "learner_done" if part.speaks else "host_done",
+    host=options.process_id,
     learner=link.welcome.learner_id,
     incarnation=link.welcome.incarnation,
     steps=done.step - link.earlier[0],
     tokens=done.tokens - link.earlier[1],
     median_step_s=statistics.median(step_s),
     p99_step_s=step_s[int(0.99 * (len(step_s) - 1))],
-    compiles=compiles.counts(),
+    compiles=part.program.compiles.counts(),
     loss=done.loss,
     versions=[list(version) for version in link.versions],
     params_digest=link.digest(done.state.params),

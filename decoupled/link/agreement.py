@@ -3,18 +3,32 @@
 Each host writes down what it could do (`Bits`); the answer is the minimum and
 the maximum over the hosts, lane by lane. A learner of one host answers itself
 at once. Several hosts feed the bits into the inner step, whose own collective
-returns both, and read them one step late. The boundary acts on the answer and
-never knows where it came from.
+returns both, and read them one step late; where no step is taken, a small
+program of the same collective answers at once. The boundary acts on the answer
+and never knows where it came from.
+
+Hosts must come to the same boundaries in the same order, or they would wait for
+each other in different programs for ever. So whatever decides about the next
+step is either counted alike on every host or said here (`every`, `some`), and
+acted upon only as it is read here.
 """
 
 import collections
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import jax
 import numpy as np
 
 from decoupled.types import NO_VERSION, Version
 
-_CONTROL = 2  # stop, swap
+# Said by each host beside its bits: begun: it holds the run's parameters;
+# ready: it has what else it needs for the first step; ended: the run is over
+# for it; leave: it must go.
+_WORDS = ("begun", "ready", "ended", "leave")
+_FIXED = 3  # incarnation, stop, swap
+
+Now: TypeAlias = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class Bits(NamedTuple):
@@ -31,6 +45,9 @@ class Bits(NamedTuple):
       not fed.
     attempts: per fragment how often the announced round had been extracted
       then; likewise.
+    carries: per fragment whether the staged version can be carried on: what
+      that subtracts is here.
+    incarnation: the newest one that this host has joined as.
   """
 
   staged: tuple[Version, ...]
@@ -39,12 +56,15 @@ class Bits(NamedTuple):
   swap: bool = False
   held: tuple[Version, ...] = ()
   attempts: tuple[int, ...] = ()
+  carries: tuple[bool, ...] = ()
+  incarnation: int = 0
 
   def lanes(self) -> np.ndarray:
-    """int32[4P + 2], what a host feeds into the step."""
+    """int32[5P + 3], what a host feeds into the step."""
     flat = [n for version in self.staged for n in version]
     flat += [n for version in self.announced for n in version]
-    return np.array([*flat, self.stop, self.swap], np.int32)
+    flat += self.carries or [False] * len(self.staged)
+    return np.array([*flat, self.incarnation, self.stop, self.swap], np.int32)
 
 
 class Agreed(NamedTuple):
@@ -60,6 +80,8 @@ class Agreed(NamedTuple):
     held: versions held when the bits were written down: an extraction they
       ask for is void where the version has changed since.
     attempts: likewise; void where it has been made since.
+    carries: per fragment whether every host can carry the version on.
+    incarnation: the one that every host has joined as, 0 where they differ.
   """
 
   adopt: tuple[Version, ...]
@@ -68,6 +90,8 @@ class Agreed(NamedTuple):
   swap: bool
   held: tuple[Version, ...]
   attempts: tuple[int, ...]
+  carries: tuple[bool, ...]
+  incarnation: int
 
 
 def agree(low: np.ndarray, high: np.ndarray, fed: Bits) -> Agreed:
@@ -77,14 +101,17 @@ def agree(low: np.ndarray, high: np.ndarray, fed: Bits) -> Agreed:
   bytes, and a round that not every host has heard of waits a step. Stopping
   and swapping follow the maximum: one host's word is enough.
   """
-  half = (len(low) - _CONTROL) // 2
+  P = (len(low) - _FIXED) // 5
+  incarnation = int(low[5 * P])
   return Agreed(
-    adopt=_equal(low[:half], high[:half]),
-    extract=_equal(low[half:-_CONTROL], high[half:-_CONTROL]),
-    stop=bool(high[-2]),
-    swap=bool(high[-1]),
+    adopt=_equal(low[: 2 * P], high[: 2 * P]),
+    extract=_equal(low[2 * P : 4 * P], high[2 * P : 4 * P]),
+    stop=bool(high[5 * P + 1]),
+    swap=bool(high[5 * P + 2]),
     held=fed.held,
     attempts=fed.attempts,
+    carries=tuple(bool(n) for n in low[4 * P : 5 * P]),
+    incarnation=incarnation if incarnation == high[5 * P] else 0,
   )
 
 
@@ -108,6 +135,27 @@ class Agreement(Protocol):
     """Bits fed whose answer is still to come: keep what they name."""
     ...
 
+  def joined(self, incarnation: int) -> int:
+    """The incarnation that every host has joined as; 0: not known (yet).
+
+    Args:
+      incarnation: that of this host.
+    """
+    ...
+
+  def every(self, word: str, mine: bool) -> bool:
+    """Whether every host says a word, as of the newest answer.
+
+    Args:
+      word: begun, ready or ended.
+      mine: whether this host does, from now on.
+    """
+    ...
+
+  def some(self, word: str, mine: bool) -> bool:
+    """Likewise, whether any host says it (leave)."""
+    ...
+
 
 class OneHost:
   """A learner of one host acts on its own bits at once."""
@@ -119,40 +167,144 @@ class OneHost:
   def pinned(self) -> tuple[Bits, ...]:
     return ()
 
+  def joined(self, incarnation: int) -> int:
+    return incarnation
+
+  def every(self, word: str, mine: bool) -> bool:
+    del word
+    return mine
+
+  def some(self, word: str, mine: bool) -> bool:
+    del word
+    return mine
+
+
+class Passed(Protocol):
+  """What rank 0 says to the others beside its bits; see `data.shared`.
+
+  Attributes:
+    size: int32 numbers of it.
+  """
+
+  size: int
+
+  def offer(self) -> np.ndarray:
+    """int32[size]: what this host feeds; the maximum is told to all."""
+    ...
+
+  def told(self, lanes: np.ndarray) -> None:
+    """int32[size]: the maximum over the hosts; on every host alike."""
+    ...
+
+
+class Nothing:
+  """Nothing to say."""
+
+  size = 0
+
+  def offer(self) -> np.ndarray:
+    return np.zeros(0, np.int32)
+
+  def told(self, lanes: np.ndarray) -> None:
+    del lanes
+
+
+def size(fragments: int, passed: int = 0) -> int:
+  """How many lanes a host feeds."""
+  return 5 * fragments + _FIXED + len(_WORDS) + passed
+
 
 class ByStep:
   """Several hosts: lanes go into the inner step, the answer comes from it.
 
   The loop takes `feed` as an input of the step it dispatches and hands the
-  step's (minimum, maximum) to `answer` once the step has finished; the next
-  boundary acts on it, one step late. Every host must hand in the same answers
-  before the same boundary, however early it happens to have them.
+  step's minimum and maximum to `carried`, without waiting for them; a boundary
+  reads those of the step before, one step late. A boundary that no step has
+  come before (nothing took `feed`) asks `now`, and what steps still have under
+  way is forgotten: whatever it was about is asked for again.
+
+  Args:
+    fragments: of the run.
+    now: the collective by itself; waits for every host.
+    passed: what rank 0 says to the others.
   """
 
-  def __init__(self, fragments: int):
+  def __init__(
+    self,
+    fragments: int,
+    now: Now | None = None,
+    passed: Passed | None = None,
+  ):
     none = (NO_VERSION,) * fragments
     self._nothing = Bits(none, none, held=none, attempts=(0,) * fragments)
-    self._fed: collections.deque[Bits] = collections.deque([self._nothing])
-    self._agreed = self._no_answer()
+    self._now = now
+    self._passed = passed or Nothing()
+    self._fed = self._nothing
+    self._taken = False
+    self._under_way: collections.deque[tuple[Bits, Any, Any]] = (
+      collections.deque()
+    )
+    self._words = dict.fromkeys(_WORDS, False)
+    self._said: dict[str, tuple[bool, bool]] = {}
+    self._joined = 0
 
   @property
   def feed(self) -> np.ndarray:
-    """int32[4P + 2] for the step about to be dispatched."""
-    return self._fed[-1].lanes()
+    """int32[size(P, passed.size)] for the step about to be dispatched."""
+    self._taken = True
+    return self._lanes()
 
-  def answer(self, low: np.ndarray, high: np.ndarray) -> None:
-    """The collective's result for the oldest bits not yet answered."""
-    fed = self._fed.popleft() if self._fed else self._nothing
-    self._agreed = agree(np.asarray(low), np.asarray(high), fed)
+  def carried(self, low: Any, high: Any) -> None:
+    """What the step that took `feed` will return, once it has finished."""
+    self._under_way.append((self._fed, low, high))
 
   def exchange(self, bits: Bits) -> Agreed:
-    agreed, self._agreed = self._agreed, self._no_answer()
-    self._fed.append(bits)
+    if self._taken:
+      self._taken = False
+      agreed = self._late()
+      self._fed = bits
+    else:
+      assert self._now is not None, "a boundary without a step before it"
+      self._under_way.clear()
+      self._fed = bits
+      agreed = self._read(bits, *self._now(self._lanes()))
+    self._joined = agreed.incarnation or self._joined
     return agreed
 
   def pinned(self) -> tuple[Bits, ...]:
-    return tuple(self._fed)
+    return (*(bits for bits, _, _ in self._under_way), self._fed)
 
-  def _no_answer(self) -> Agreed:
-    lanes = self._nothing.lanes()
-    return agree(lanes, lanes, self._nothing)
+  def joined(self, incarnation: int) -> int:
+    del incarnation
+    return self._joined
+
+  def every(self, word: str, mine: bool) -> bool:
+    self._words[word] = mine
+    return self._said.get(word, (False, False))[0]
+
+  def some(self, word: str, mine: bool) -> bool:
+    self._words[word] = mine
+    return self._said.get(word, (False, False))[1]
+
+  def _lanes(self) -> np.ndarray:
+    words = np.array(list(self._words.values()), np.int32)
+    return np.concatenate([self._fed.lanes(), words, self._passed.offer()])
+
+  def _late(self) -> Agreed:
+    """The answer of the step before the last one dispatched."""
+    if len(self._under_way) < 2:
+      self._said = {}
+      lanes = self._nothing.lanes()
+      return agree(lanes, lanes, self._nothing)
+    bits, low, high = self._under_way.popleft()
+    return self._read(bits, jax.device_get(low), jax.device_get(high))
+
+  def _read(self, bits: Bits, low: np.ndarray, high: np.ndarray) -> Agreed:
+    end = len(bits.lanes())
+    words = range(end, end + len(_WORDS))
+    self._said = {
+      word: (bool(low[i]), bool(high[i]))
+      for word, i in zip(_WORDS, words, strict=True)
+    }
+    self._passed.told(np.asarray(high[end + len(_WORDS) :]))
+    return agree(np.asarray(low[:end]), np.asarray(high[:end]), bits)

@@ -132,6 +132,8 @@ class Boundary:
       maxlen=_STEP_ENDS_HELD
     )
     self.session: Session | None = None
+    self.over = False
+    self._sessions: dict[int, Session] = {}
     self.step_s = math.nan
     self.unsynced_since = 0
     self._session: Session | None = None
@@ -155,8 +157,7 @@ class Boundary:
     Returns:
       What the hosts agreed on.
     """
-    if self.session is not self._session:
-      self._rejoin(step, tokens)
+    self._rejoin(step, tokens)
     self._time(step)
     while self.arrived:
       staged = self.arrived.popleft()
@@ -168,26 +169,16 @@ class Boundary:
     agreed = self._agreement.exchange(bits)
     for p, version in enumerate(agreed.adopt):
       if version > self.held[p]:
-        self._adopt(leaves, self._staged[p][version], step, tokens)
+        staged = self._staged[p][version]
+        self._adopt(leaves, staged, agreed.carries[p], step, tokens)
     self._prune()
     for p, version in enumerate(agreed.extract):
       asked = agreed.held[p], agreed.attempts[p]
-      if version == NO_VERSION:
+      if version == NO_VERSION or agreed.incarnation != self._incarnation:
         continue
-      if asked == (self.held[p], self._attempts.get(version, 0)):
+      if asked == (self.held[p], self._attempts.get(_key(p, version), 0)):
         self._extract(leaves, p, version, step, tokens)
     return agreed
-
-  def seed(self, leaves: list[jax.Array], wanted: tuple[CopyId, ...]) -> None:
-    """Hands the initial parameters to the syncer: version 0."""
-    for copy in wanted:
-      version = _seed_key(copy)
-      if version in self._extracted:
-        continue
-      self._extracted[version] = copy
-      header = CopyHeader(copy, NO_VERSION, steps=0, tokens=0, total_tokens=0)
-      units = self._ops.extract(copy.fragment, leaves)
-      self._landing(Extraction(header, units, step=0, tokens=0))
 
   def progress(
     self,
@@ -232,9 +223,25 @@ class Boundary:
 
   # --- pieces, in the order of `visit` ------------------------------------
 
+  @property
+  def _incarnation(self) -> int:
+    """The one under which every host of this learner acts; 0: none yet."""
+    return 0 if self._session is None else self._session.incarnation
+
   def _rejoin(self, step: int, tokens: int) -> None:
-    """A new incarnation: earlier copies are void, counters go on."""
-    self._session = self.session
+    """A new incarnation, once every host has joined as it.
+
+    Earlier copies are void, counters go on.
+    """
+    session = self.session
+    if session is None:
+      return
+    self._sessions[session.incarnation] = session
+    joined = self._agreement.joined(session.incarnation)
+    if joined in (0, self._incarnation) or joined not in self._sessions:
+      return
+    self._session = self._sessions[joined]
+    self._sessions = {i: s for i, s in self._sessions.items() if i >= joined}
     self._session_step, self._session_tokens = step, tokens
     self._extracted.clear()
     self._attempts.clear()
@@ -252,23 +259,31 @@ class Boundary:
       self._last = (now, step)
 
   def _refused(self, copy: CopyId) -> None:
-    version = Version(copy.term, copy.round)
-    if copy.round == 0:
-      version = _seed_key(copy)
+    version = _key(copy.fragment, Version(copy.term, copy.round))
     if self._extracted.get(version) == copy:
       del self._extracted[version]
 
   def _due(
     self, announcement: Announcement | None, step: int
   ) -> dict[int, Version]:
-    """Per fragment the round to extract for: open ones, and those ahead."""
-    session = self._session
-    if announcement is None or session is None:
+    """Per fragment the round to extract for: open ones, and those ahead.
+
+    Round 0 hands the parameters themselves over: at the start, or to a syncer
+    whose predecessor died before it had saved anything.
+    """
+    if announcement is None or self._session is None:
       return {}
+    seeds = {
+      copy.fragment: Version(copy.term, 0)
+      for copy in announcement.wanted
+      if copy.round == 0
+      and copy.incarnation == self._incarnation
+      and _key(copy.fragment, Version(copy.term, 0)) not in self._extracted
+    }
     draining = announcement.phase is Phase.DRAINING
     rounds = [(r.version, r.fragment, r.base) for r in announcement.open]
     rounds += self._ahead(announcement)
-    return {
+    return seeds | {
       p: version
       for version, p, base in rounds
       if version not in self._extracted
@@ -308,16 +323,34 @@ class Boundary:
     return Bits(
       staged=tuple(max(self._staged[p], default=NO_VERSION) for p in range(P)),
       announced=tuple(due.get(p, NO_VERSION) for p in range(P)),
-      stop=announcement is not None
-      and announcement.phase in (Phase.DRAINING, Phase.ENDED),
+      stop=self.over
+      or (
+        announcement is not None
+        and announcement.phase in (Phase.DRAINING, Phase.ENDED)
+      ),
       held=tuple(self.held),
       attempts=tuple(
-        self._attempts.get(due[p], 0) if p in due else 0 for p in range(P)
+        self._attempts.get(_key(p, due[p]), 0) if p in due else 0
+        for p in range(P)
       ),
+      carries=tuple(
+        self._carries(staged[max(staged)]) if staged else False
+        for staged in self._staged
+      ),
+      incarnation=0 if self.session is None else self.session.incarnation,
     )
 
+  def _carries(self, staged: Staged) -> bool:
+    """Whether what `carry` subtracts is here."""
+    return staged.included is not None or staged.own_base is not None
+
   def _adopt(
-    self, leaves: list[jax.Array], staged: Staged, step: int, tokens: int
+    self,
+    leaves: list[jax.Array],
+    staged: Staged,
+    carries: bool,
+    step: int,
+    tokens: int,
   ) -> None:
     p = staged.fragment
     rule = adoption.adoption_rule(
@@ -328,7 +361,9 @@ class Boundary:
     )
     reference = staged.merged
     included = None
-    if rule == "carry":
+    if rule == "carry" and not carries:
+      rule = "overwrite"
+    elif rule == "carry":
       if staged.included is not None:
         reference = staged.included.device
         included = (
@@ -337,8 +372,6 @@ class Boundary:
         )
       elif staged.own_base is not None:
         reference = staged.own_base
-      else:
-        rule = "overwrite"
     self._ops.adopt(
       p, leaves, rule, self._policy.blend, staged.merged, reference
     )
@@ -383,13 +416,18 @@ class Boundary:
     step: int,
     tokens: int,
   ) -> None:
-    assert self._session is not None
-    attempt = self._attempts.get(version, 0)
-    self._attempts[version] = attempt + 1
-    copy = CopyId(
-      self._session.incarnation, version.term, version.round, p, attempt
-    )
-    self._extracted[version] = copy
+    key = _key(p, version)
+    attempt = self._attempts.get(key, 0)
+    self._attempts[key] = attempt + 1
+    if version.round == 0:
+      attempt = 0  # the syncer names it so
+    copy = CopyId(self._incarnation, version.term, version.round, p, attempt)
+    self._extracted[key] = copy
+    units = self._ops.extract(p, leaves)
+    if version.round == 0:
+      header = CopyHeader(copy, NO_VERSION, steps=0, tokens=0, total_tokens=0)
+      self._landing(Extraction(header, units, step=0, tokens=0))
+      return
     self._forget_extractions(version)
     header = CopyHeader(
       copy=copy,
@@ -398,7 +436,6 @@ class Boundary:
       tokens=tokens - self._tokens_at[p],
       total_tokens=tokens - self._session_tokens,
     )
-    units = self._ops.extract(p, leaves)
     faults.reached("link.extracting")
     self._landing(Extraction(header, units, step, tokens))
 
@@ -410,6 +447,6 @@ class Boundary:
         del known[version]
 
 
-def _seed_key(copy: CopyId) -> Version:
+def _key(fragment: int, version: Version) -> Version:
   """Round 0 seeds every fragment: one key for each, apart from the rounds."""
-  return Version(copy.term, -1 - copy.fragment)
+  return version if version.round else Version(version.term, -1 - fragment)

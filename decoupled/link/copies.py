@@ -8,7 +8,7 @@ import dataclasses
 import threading
 
 from decoupled.link.ops import DeviceArrays
-from decoupled.types import Arrays, CopyHeader, CopyId, Version
+from decoupled.types import Arrays, CopyHeader, CopyId, Slice, Version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +21,7 @@ class HostCopy:
     device: the extracted units on the device (`carry` needs them).
     step: the learner's step at the extraction.
     tokens: its tokens then.
+    slices: what `arrays` are of a learner of several hosts; () is the whole.
   """
 
   header: CopyHeader
@@ -28,6 +29,7 @@ class HostCopy:
   device: DeviceArrays
   step: int
   tokens: int
+  slices: tuple[Slice, ...] = ()
 
 
 class Copies:

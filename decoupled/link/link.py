@@ -31,7 +31,7 @@ import jax
 from decoupled import faults
 from decoupled.algorithm.policy import Exchange, exchange_of
 from decoupled.clock import Clock, MonotonicClock
-from decoupled.errors import DecoupledError, Refused, Unreachable
+from decoupled.errors import ConfigError, DecoupledError, Refused, Unreachable
 from decoupled.link import digests, tree, workers
 from decoupled.link.agreement import Agreement, OneHost
 from decoupled.link.boundary import (
@@ -69,7 +69,10 @@ _SAY_S = 10.0  # how often a wait says what it waits for
 _BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
 _UNHEARD_S = 3.0  # what a syncer heard so long before its death may be lost
 # An own old claim; or, at the address of a dead syncer, somebody else's.
-_PASSING = ("claimed", "unauthenticated")
+# Or the learner's other hosts have not joined again yet.
+_PASSING = ("claimed", "unauthenticated", "incomplete")
+# A part that came to harm is sent again: other hosts hold the same copy.
+_HARMED = ("checksum", "incomplete", "timeout", "busy")
 _CLAIM_TRIES = 60  # an own old claim lapses with its lease, well before that
 
 WorkerFactory = Callable[
@@ -111,6 +114,7 @@ class Link:
 
   Attributes:
     done: the run has ended.
+    leaves: this learner leaves before that: one of its hosts must.
     earlier: steps that earlier incarnations of this process have reported, and
       its tokens up to their last report.
   """
@@ -134,7 +138,8 @@ class Link:
     self._hello = hello
     self._patience = patience or Patience()
     self._clock = clock or MonotonicClock()
-    self._agreement = agreement or (lambda fragments: OneHost())
+    self._agreement_of = agreement or (lambda fragments: OneHost())
+    self._agreement: Agreement = OneHost()
     leaves = jax.tree.leaves(params)
     self._treedef: Any = jax.tree.structure(params)
     self._leaf_index = _leaf_index(params, hello.tensors)
@@ -168,7 +173,9 @@ class Link:
     self._over = ""
     self._lost_at: float | None = None
     self._said_at = 0.0
+    self._gave_up = False
     self.done = False
+    self.leaves = False
     self._joined = False
     self._followed: tuple[MergedFragment, ...] = ()
     self._warm_for: tuple[Manifest, str] | None = None
@@ -219,12 +226,18 @@ class Link:
     welcome = self._wire.hello(self._hello)
     self.welcome = welcome
     self.policy = exchange_of(dict(welcome.contract))
+    if self._hello.hosts > 1 and not self.policy.tau:
+      raise ConfigError(
+        "Exchange.tau = 0 is a lock-step mode of learners of one host, this "
+        f"one has {self._hello.hosts}: choose Exchange.tau = 4"
+      )
+    self._agreement = self._agreement_of(self.policy.P)
     if self._warm_for != (welcome.manifest, self.policy.adoption):
       self.warm(params, welcome.manifest, welcome.contract)
     self._boundary = Boundary(
       self.policy,
       self._ops,
-      self._agreement(self.policy.P),
+      self._agreement,
       self._clock,
       self._extracted,
     )
@@ -258,9 +271,13 @@ class Link:
       self._patience.join_s,
       "the parameters of every fragment",
     )
-    if not until():
+
+    def ready() -> bool:
+      return self._agreement.every("ready", until())
+
+    if not ready():
       self._wait_for(
-        lambda: self._keep_up(leaves) and until(),
+        lambda: self._keep_up(leaves) and ready(),
         float("inf"),
         "optimizer state and data to begin with",
       )
@@ -294,10 +311,10 @@ class Link:
         or f"run {self.welcome.run_id} at {self._wire.peer} has "
         "ended before this learner had its parameters",
       )
-    self._seed(leaves)
     boundary.visit(leaves, 0, 0)
     self._publish(0, 0, 0, self.welcome.position, Stage.JOINING, float("nan"))
-    return boundary.complete and boundary.current
+    begun = boundary.complete and boundary.current
+    return self._agreement.every("begun", begun)
 
   def boundary(
     self,
@@ -343,26 +360,17 @@ class Link:
     """One boundary without any wait; True if stepping must stop."""
     if self._fatal is not None:
       raise self._fatal
+    self._boundary.over = bool(self._over)
     agreed = self._boundary.visit(leaves, step, tokens)
-    self._seed(leaves)
-    if agreed.stop or self._over:
+    must_leave = self._gave_up or self._leaving(agreed.stop)
+    self.leaves = self._agreement.some("leave", must_leave)
+    if agreed.stop:
       stage = Stage.DRAINED
       faults.reached("link.drained")
     self._publish(step, tokens, schedule_step, position, stage, loss)
-    if self._ended():
+    if self._agreement.every("ended", self._ended()):
       self.done = True
-    return agreed.stop or bool(self._over)
-
-  def _seed(self, leaves: list[jax.Array]) -> None:
-    """Hands over version 0 if asked: at the start, or to a new syncer.
-
-    A syncer that died before it saved anything leaves a successor without
-    parameters; it gets those that are being trained.
-    """
-    announcement = self._boundary.announcement
-    if announcement is not None:
-      wanted = tuple(c for c in announcement.wanted if c.round == 0)
-      self._boundary.seed(leaves, wanted)
+    return agreed.stop
 
   def waits(self, step: int) -> bool:
     """Whether the next inner step must wait (see the module docstring)."""
@@ -387,10 +395,13 @@ class Link:
     return tuple(self._boundary.held)
 
   def digest(self, params: Tree) -> str:
-    """Of what is sent of the parameters; waits for the devices."""
+    """Of what is sent of the parameters; waits for the devices.
+
+    Of parameters sharded over hosts it is that of this host's part.
+    """
     leaves, every = self._flatten(params), range(self.policy.P)
     units = (self._ops.extract(p, leaves) for p in every)
-    return digests.of(self._ops.host(taken) for taken in units)
+    return digests.of(self._ops.here(taken) for taken in units)
 
   def close(self, why: str = "") -> None:
     """Leaves the run, saying why, and ends the background threads."""
@@ -413,13 +424,16 @@ class Link:
   ) -> None:
     """Visits boundaries without steps until there is a reason to go on."""
 
+    give_up_at = float("inf")
+
     def visit() -> bool:
+      self._gave_up = self._clock.now() > give_up_at
       paused = self._paused(step) or idle()
       stage = Stage.PAUSED if paused else Stage.TRAINING
       stop = self.visit(
         leaves, step, tokens, schedule_step, position, loss, stage
       )
-      if self._leaving(stop):
+      if self.leaves:
         return True
       if stop:
         return self.done
@@ -427,6 +441,10 @@ class Link:
 
     ending = self._over or self._draining()
     limit = self._patience.end_s if ending else float("inf")
+    if self._hello.hosts > 1:
+      # no host goes alone: one that has waited enough says so to the others
+      give_up_at = self._clock.now() + limit
+      limit = float("inf")
     what = "the end of the run" if ending else "merged fragments"
     try:
       self._wait_for(visit, limit, what)
@@ -582,6 +600,7 @@ class Link:
           extraction.device,
           extraction.step,
           extraction.tokens,
+          self._ops.slices(extraction.device),
         )
       )
       faults.reached("link.landed")
@@ -611,17 +630,28 @@ class Link:
     now = self._clock.now()
     if copy is None or now - self._sent.get(key, -_RESEND_S) < _RESEND_S:
       return
+    if self._ops.spans and not copy.slices:
+      return  # other hosts send all of it
     faults.reached("link.pull_received")
     base = None
     if self.policy.codec != "float32":
       base = self._bases.get((key.fragment, copy.header.base))
     reason = self._wire.contribute(
-      Contribution(self.welcome.learner_id, copy.header, copy.arrays), base
+      Contribution(
+        self.welcome.learner_id,
+        copy.header,
+        copy.arrays,
+        self._hello.host,
+        copy.slices,
+      ),
+      base,
     )
     self._sent[key] = self._clock.now()
     if len(self._sent) > 4 * self.policy.P:
       self._sent.pop(next(iter(self._sent)))
-    if reason:
+    if reason in _HARMED and copy.slices:
+      _LOG.info("a part of %s was refused: %s; again", key, reason)
+    elif reason:
       _LOG.info("contribution %s was refused: %s", key, reason)
       self._drop(key)
       self._workers["reporter"].put("report")
@@ -717,6 +747,7 @@ class Link:
         unclaimed=self._claims.unclaimed,
         tokens_before=progress.tokens_before,
         tokens_alone=max(0, progress.tokens_before - self.earlier[1]),
+        host=self._hello.host,
       )
     )
     faults.reached("link.after_report")

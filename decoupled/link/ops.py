@@ -3,6 +3,10 @@
 Everything works unit by unit on whole leaves, so that the number of compiled
 programs is the number of distinct (shape, sharding) pairs, not of fragments.
 Extraction copies: the training step may donate its inputs afterwards.
+
+Leaves may span the hosts of a learner. The programs are then those of all
+hosts, which run them at the same boundaries; to the host come only shards that
+lie on it, and nothing here waits for another host.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from decoupled.algorithm import adoption
-from decoupled.types import Arrays, Manifest, Unit
+from decoupled.link import parts
+from decoupled.types import Arrays, Manifest, Slice, Unit
 
 DeviceArrays: TypeAlias = tuple[jax.Array, ...]
 Tree: TypeAlias = Any
@@ -86,6 +91,20 @@ def begin_host_copies(arrays: Iterable[jax.Array]) -> None:
       array.copy_to_host_async()
 
 
+def place(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+  """Moves a whole host array to the devices.
+
+  Where they are of several hosts, each places its own shards: `device_put`
+  would have the hosts compare what they put.
+  """
+  if sharding.is_fully_addressable:
+    placed: jax.Array = jax.device_put(array, sharding)
+    return placed
+  return jax.make_array_from_callback(
+    array.shape, sharding, lambda index: array[index]
+  )
+
+
 class FragmentOps:
   """Extraction and adoption on one learner's parameter tree.
 
@@ -93,6 +112,9 @@ class FragmentOps:
     manifest: which unit belongs to which fragment.
     leaf_index: position of each tensor among the tree's leaves, by name.
     leaves: the tree's leaves, for shapes, dtypes and shardings only.
+
+  Attributes:
+    spans: whether leaves lie on several hosts.
   """
 
   def __init__(
@@ -104,6 +126,8 @@ class FragmentOps:
     self._manifest = manifest
     self._leaf_index = leaf_index
     self._sharding = [leaf.sharding for leaf in leaves]
+    self.spans = not all(leaf.is_fully_addressable for leaf in leaves)
+    self._host = jax.process_index() if self.spans else 0
     self._layers: dict[int, jax.Array] = {}
 
   def extract(self, fragment: int, leaves: list[jax.Array]) -> DeviceArrays:
@@ -114,7 +138,14 @@ class FragmentOps:
       else _layer(leaves[i], self._layer_index(unit.layer))
       for unit, i in self._units(fragment)
     )
-    begin_host_copies(taken)
+    if self.spans:
+      begin_host_copies(
+        shard.data
+        for unit, array in enumerate(taken)
+        for _, shard in parts.shards_of(array, self._owned(unit, array))
+      )
+    else:
+      begin_host_copies(taken)
     return taken
 
   def adopt(
@@ -147,7 +178,7 @@ class FragmentOps:
   def stage(self, fragment: int, arrays: Arrays) -> DeviceArrays:
     """Moves host units next to their leaves; called off the loop's thread."""
     return tuple(
-      jax.device_put(array, self._sharding_of(unit, i))
+      place(array, self._sharding_of(unit, i))
       for (unit, i), array in zip(self._units(fragment), arrays, strict=True)
     )
 
@@ -167,8 +198,36 @@ class FragmentOps:
       jax.block_until_ready(scratch)
 
   def host(self, units: DeviceArrays) -> Arrays:
-    """Waits for extracted units on the host; float32 on the wire."""
+    """Waits for extracted units on the host; float32 on the wire.
+
+    Of units that lie on several hosts what `slices` says, in its order.
+    """
+    if self.spans:
+      return tuple(
+        data
+        for unit, array in enumerate(units)
+        for data in parts.data_of(array, self._owned(unit, array))
+      )
     return tuple(np.asarray(u).astype(np.float32, copy=False) for u in units)
+
+  def here(self, units: DeviceArrays) -> Arrays:
+    """What lies on this host of extracted units; whole where that is all."""
+    if all(u.is_fully_replicated for u in units):
+      return tuple(np.asarray(u, np.float32) for u in units)
+    return self.host(units)
+
+  def slices(self, units: DeviceArrays) -> tuple[Slice, ...]:
+    """The part of extracted units that this host sends; () is the whole."""
+    if not self.spans:
+      return ()
+    return tuple(
+      box
+      for unit, array in enumerate(units)
+      for box in self._owned(unit, array)
+    )
+
+  def _owned(self, unit: int, array: jax.Array) -> tuple[Slice, ...]:
+    return parts.owned(parts.holders_of(array), unit, self._host)
 
   def _units(self, fragment: int) -> list[tuple[Unit, int]]:
     return [
@@ -179,7 +238,18 @@ class FragmentOps:
   def _layer_index(self, layer: int) -> jax.Array:
     """A layer number on the device, put there once (no transfer per step)."""
     if layer not in self._layers:
-      self._layers[layer] = jax.device_put(np.int32(layer))
+      if self.spans:
+        mesh = next(
+          s.mesh
+          for s in self._sharding
+          if isinstance(s, jax.sharding.NamedSharding)
+        )
+        everywhere = jax.sharding.NamedSharding(
+          mesh, jax.sharding.PartitionSpec()
+        )
+        self._layers[layer] = place(np.array(layer, np.int32), everywhere)
+      else:
+        self._layers[layer] = jax.device_put(np.int32(layer))
     return self._layers[layer]
 
   def _sharding_of(self, unit: Unit, leaf: int) -> jax.sharding.Sharding:

@@ -2,7 +2,8 @@
 
 Fields and meanings are those of design §7. All times are seconds from the
 job's start on the syncer's clock; `downtime_s` is a duration. Where a log
-holds several jobs of one run (a resumed workdir), the report is of the last.
+holds several jobs of one run (a resumed workdir), the report is of the last;
+what happened in those before it, and was lost of them, is in `earlier_jobs`.
 """
 
 import bisect
@@ -18,7 +19,12 @@ import numpy as np
 
 from decoupled.errors import DecoupledError
 from decoupled.observe import gaps
-from decoupled.observe.events import Event, EventReader, last_job
+from decoupled.observe.events import (
+  Event,
+  EventReader,
+  earlier_jobs,
+  last_job,
+)
 from decoupled.observe.gaps import Span
 
 SCHEMA_VERSION = 1
@@ -177,9 +183,16 @@ class Failure:
 
 
 class Timeline:
-  """A job's events, sorted into learners, rounds and failures."""
+  """A job's events, sorted into learners, rounds and failures.
 
-  def __init__(self, events: Sequence[Event]):
+  Args:
+    events: of several jobs the last counts.
+    later: of the jobs that continued this one, as far as they tell what was
+      lost of it.
+  """
+
+  def __init__(self, events: Sequence[Event], later: Sequence[Event] = ()):
+    self.later = later
     self.events = sorted(last_job(list(events)), key=lambda e: float(e["t"]))
     self.learners: dict[int, Learner] = {}
     for event in self.events:
@@ -541,7 +554,37 @@ def build(
     "data": _data(line),
     "compiles": _compiles(line),
     "checkpoints": _checkpoints(line),
+    "earlier_jobs": _earlier(list(events)),
   }
+
+
+def _earlier(events: list[Event]) -> list[dict[str, Any]]:
+  """Of each job that this one continues: how it ended, what became of it.
+
+  A job that was killed as a whole has said nothing at its end. Which of its
+  rounds are lost is known by what the next one restored.
+  """
+  jobs = earlier_jobs(events)
+  restores = [
+    [e for e in job if e["kind"] == "checkpoint"]
+    for job in [*jobs, last_job(events)]
+  ]
+  found = []
+  for i, job in enumerate(jobs):
+    line = Timeline(job, [e for later in restores[i + 1 :] for e in later])
+    end = line.last("end")
+    found.append(
+      {
+        "status": end.get("status") or "interrupted",
+        "exit_reason": end.get("reason") or "",
+        "wall_s": round(line.end, 3),
+        "tokens_total": _whole(sum(x.tokens for x in line.learners.values())),
+        "discarded": {c: _whole(n) for c, n in _discarded(line).items()},
+        "rounds": _rounds(line),
+        "failures": [_failure(failure, line) for failure in line.failures],
+      }
+    )
+  return found
 
 
 def write(
@@ -696,7 +739,7 @@ def _repeated(line: Timeline) -> list[Event]:
     closed.setdefault(r["term"], []).append(r)
   restores = {
     int(e["term"]): e
-    for e in line.of("checkpoint")
+    for e in [*line.of("checkpoint"), *line.later]
     if e.get("what") == "restore" and "term" in e and "cut_by" in e
   }
   lost: dict[int, Event] = {}

@@ -11,6 +11,7 @@ import grpc.aio
 
 from decoupled.clock import Clock, MonotonicClock
 from decoupled.errors import ConfigError
+from decoupled.syncer.assembly import Assemblies
 from decoupled.syncer.control import Membership, Traffic
 from decoupled.syncer.driver import Driver, JobT, RoundsLike
 from decoupled.syncer.relay import Relay
@@ -42,6 +43,7 @@ class Service:
     max_learners: control streams at one time.
     transfer_s: how long the transfer of one fragment may take.
     open_s: how long a control stream may take to say whose it is.
+    hosts_s: how long a host's claim waits for the learner's other hosts.
     linger_s: how long, after the end, learners may take to hear of it.
     tls: credentials of the server, None for plain text.
     guard: see `Driver`.
@@ -57,6 +59,7 @@ class Service:
     max_learners: int = 1024,
     transfer_s: float = 30.0,
     open_s: float = 10.0,
+    hosts_s: float = 45.0,
     linger_s: float = 10.0,
     tls: grpc.ServerCredentials | None = None,
     guard: Callable[[], None] = lambda: None,
@@ -70,10 +73,13 @@ class Service:
       self._changed,
       guard,
     )
+    parts = Assemblies()
     self._membership = Membership(
-      self._driver, self.traffic, max_learners, open_s
+      self._driver, self.traffic, parts, max_learners, open_s, hosts_s
     )
-    self._store = FragmentStore(self._driver, self.traffic, transfer_s, events)
+    self._store = FragmentStore(
+      self._driver, self.traffic, parts, transfer_s, events
+    )
     per_learner = TRANSFERS_PER_LEARNER + _CALLS_BESIDE_TRANSFERS
     self._server = credentials.server(token, max_learners * per_learner)
     membership_pb2_grpc.add_MembershipServicer_to_server(
@@ -125,11 +131,15 @@ class Service:
   async def finished(self) -> None:
     """Returns when the run has ended and the learners have heard of it.
 
+    Or when it is left to a successor, whom they look for once this one is gone.
+
     Raises:
       Exception: what a merge raised; merging is over.
     """
     assert self._running is not None
     await self._running
+    if self._driver.rounds.handed_over:
+      return
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(self._linger_s):
         await self._membership.all_gone()
@@ -142,15 +152,15 @@ class Service:
     await self._server.stop(grace_s)
     self._store.close()
 
-  def drain(self, why: str, limit_s: float = math.inf) -> None:
-    """Ends the run in order; to be called on this loop.
+  def hand_over(self, limit_s: float = math.inf) -> None:
+    """Leaves the run to a successor; to be called on this loop.
 
     Args:
-      why: for the log.
-      limit_s: for the drain, and half as long again for its announcement.
+      limit_s: where the run is at its end: for that, and half as long again
+        for its announcement.
     """
     self._linger_s = min(self._linger_s, limit_s / 2)
-    self._driver.call(self._driver.rounds.drain, why, limit_s)
+    self._driver.call(self._driver.rounds.hand_over, limit_s)
 
   def status(self) -> JobStatus:
     return self._membership.status()
@@ -167,6 +177,7 @@ async def serve(
   max_learners: int = 1024,
   transfer_s: float = 30.0,
   linger_s: float = 10.0,
+  hosts_s: float = 45.0,
   tls: grpc.ServerCredentials | None = None,
   guard: Callable[[], None] = lambda: None,
 ) -> Traffic:
@@ -191,6 +202,7 @@ async def serve(
     max_learners=max_learners,
     transfer_s=transfer_s,
     linger_s=linger_s,
+    hosts_s=hosts_s,
     tls=tls,
     guard=guard,
   )

@@ -25,8 +25,8 @@ class Limits:
     restart_s: how long the end of a run waits for a restart that is owed.
     grace_s: how long a process that is told to end (SIGTERM) may take for
       everything: a learner to finish its step, to save and to say goodbye, a
-      syncer to drain and to save. Choose it below what the machine gives, and
-      above a step and a save.
+      syncer to hand over and to save. Choose it below what the machine gives,
+      and above a step and a save.
   """
 
   lease_s: float = 5.0

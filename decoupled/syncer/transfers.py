@@ -19,6 +19,7 @@ import numpy as np
 
 from decoupled import faults
 from decoupled.errors import Refused
+from decoupled.syncer.assembly import Assemblies
 from decoupled.syncer.control import Traffic, refuse
 from decoupled.syncer.driver import Driver, JobT
 from decoupled.types import (
@@ -50,6 +51,7 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
   Args:
     driver: of the rounds.
     traffic: counts the bytes.
+    parts: where the parts of copies are put together.
     transfer_s: how long one transfer may take.
     events: where refusals go that never reach the rounds.
   """
@@ -58,15 +60,17 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
     self,
     driver: Driver[JobT],
     traffic: Traffic,
+    parts: Assemblies,
     transfer_s: float,
     events: EventSink | None,
   ):
     self._driver = driver
     self._rounds = driver.rounds
     self._traffic = traffic
+    self._parts = parts
     self._transfer_s = transfer_s
     self._events = events
-    self._busy: collections.Counter[int] = collections.Counter()
+    self._busy: collections.Counter[tuple[int, int]] = collections.Counter()
     self._pool = concurrent.futures.ThreadPoolExecutor(1, "decode")
 
   def close(self) -> None:
@@ -82,6 +86,11 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
       async with asyncio.timeout(self._transfer_s):
         contribution = await self._receive(request_iterator, known)
       faults.reached("syncer.received")
+      if contribution.slices:
+        whole = self._joined(contribution)
+        if whole is None:
+          return pb.ContributeReply()
+        contribution = whole
       reason = self._driver.call(self._rounds.contribution, contribution)
       return pb.ContributeReply(refusal=reason)
     except Refused as error:
@@ -94,6 +103,11 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
         message=f"the transfer took longer than {self._transfer_s:g} s",
       )
 
+  def _joined(self, part: Contribution) -> Contribution | None:
+    """The copy that a part has made complete, if it has."""
+    shapes = self._shapes(part.header.copy.fragment)
+    return self._parts.add(part, shapes)
+
   async def _receive(
     self, stream: AsyncIterator[pb.Chunk], known: list[Contribution]
   ) -> Contribution:
@@ -104,25 +118,29 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
       raise messages.malformed("a contribution without anything in it")
     contribution, encoding = messages.contribution_from(first)
     known.append(contribution)
-    with self._transfer(contribution.learner_id):
+    if contribution.slices:
+      shapes = self._shapes(contribution.header.copy.fragment)
+      self._parts.check(contribution, shapes)
+    with self._transfer(contribution.learner_id, contribution.host):
       payload = await self._assemble(parts, contribution, encoding)
       arrays = await self._decode(contribution, encoding, payload)
     return dataclasses.replace(contribution, arrays=arrays)
 
   @contextlib.contextmanager
-  def _transfer(self, learner_id: int) -> Iterator[None]:
-    if self._busy[learner_id] >= TRANSFERS_PER_LEARNER:
+  def _transfer(self, learner_id: int, host: int) -> Iterator[None]:
+    who = (learner_id, host)
+    if self._busy[who] >= TRANSFERS_PER_LEARNER:
       raise Refused(
         "busy",
         f"learner {learner_id} has {TRANSFERS_PER_LEARNER} transfers already",
       )
-    self._busy[learner_id] += 1
+    self._busy[who] += 1
     try:
       yield
     finally:
-      self._busy[learner_id] -= 1
-      if not self._busy[learner_id]:
-        del self._busy[learner_id]
+      self._busy[who] -= 1
+      if not self._busy[who]:
+        del self._busy[who]
 
   async def _assemble(
     self,
@@ -130,8 +148,7 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
     contribution: Contribution,
     encoding: Encoding,
   ) -> codecs.Payload:
-    fragment = contribution.header.copy.fragment
-    assembly = self._assembly(fragment, encoding)
+    assembly = self._assembly(contribution, encoding)
     async for part in parts:
       data = messages.data_from(part)
       self._traffic.bytes_up += len(data.data)
@@ -139,11 +156,20 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
       faults.reached("syncer.half_received")
     return assembly.finish()
 
-  def _assembly(self, fragment: int, encoding: Encoding) -> chunks.Assembly:
+  def _shapes(self, fragment: int) -> list[tuple[int, ...]]:
+    """Of the units of a fragment."""
     manifest = self._rounds.manifest
     if fragment >= len(manifest.fragments):
       raise Refused("fragment", f"this run has no fragment {fragment}")
-    shapes = [manifest.shape(unit) for unit in manifest.fragments[fragment]]
+    return [manifest.shape(unit) for unit in manifest.fragments[fragment]]
+
+  def _assembly(
+    self, contribution: Contribution, encoding: Encoding
+  ) -> chunks.Assembly:
+    fragment = contribution.header.copy.fragment
+    shapes = self._shapes(fragment)
+    if contribution.slices:  # checked: they lie in their units, disjoint
+      shapes = [box.shape for box in contribution.slices]
     dtype: np.dtype[Any] = (
       codecs.FULL if encoding.base is None else codecs.DELTA
     )
@@ -171,6 +197,8 @@ class FragmentStore(pb_grpc.FragmentStoreServicer):
         "base",
         f"fragment {fragment} is no longer at {tuple(encoding.base)}",
       )
+    if contribution.slices:
+      base = tuple(base[s.unit][s.within] for s in contribution.slices)
     return await asyncio.get_running_loop().run_in_executor(
       self._pool, codecs.decode, encoding.codec, payload, base
     )

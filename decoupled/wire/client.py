@@ -99,10 +99,12 @@ class GrpcLearnerWire:
     self._stream: ControlStream | None = None
     self._welcome: Welcome | None = None
     self._codec = "float32"
+    self._host = 0
 
   def hello(self, hello: Hello) -> Welcome:
     """Claims a learner id; see `LearnerWire`."""
     request = messages.hello_to(hello)
+    self._host = hello.host
     reply = self._ask(lambda: self._membership.Hello, request)
     welcome = messages.welcome_from(reply)
     self._welcome = welcome
@@ -255,6 +257,7 @@ class GrpcLearnerWire:
       self._open_control,
       self._outbox,
       self._granted,
+      self._host,
       self._clock,
       lambda error: str(failure(error, self._address, self._connect_s)),
       on_announcement,
@@ -272,6 +275,8 @@ class GrpcLearnerWire:
 
   def contribute(self, contribution: Contribution, base: Arrays | None) -> str:
     """Sends one copy; see `LearnerWire`."""
+    if base is not None and contribution.slices:
+      base = tuple(base[s.unit][s.within] for s in contribution.slices)
     payload = codecs.encode(self._codec, contribution.arrays, base)
     header = contribution.header
     encoding = Encoding(
@@ -517,7 +522,7 @@ class AdminClient:
 
 
 def failure(
-  error: grpc.RpcError, address: Address, limit_s: float
+  error: grpc.RpcError, address: Address, limit_s: float, who: str = "syncer"
 ) -> DecoupledError:
   """What a failed call means to the learner and to whoever reads the log."""
   code, details = error.code(), error.details() or ""
@@ -527,7 +532,7 @@ def failure(
   if code is grpc.StatusCode.UNAUTHENTICATED:
     return Refused(
       "unauthenticated",
-      f"the syncer at {address} does not accept this run token: use the token "
+      f"the {who} at {address} does not accept this run token: use the token "
       "file of its run (--token_file)",
     )
   if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -537,15 +542,15 @@ def failure(
       "address, and install the same release on both sides",
     )
   if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-    return Unreachable(_no_answer(address, limit_s))
+    return Unreachable(_no_answer(address, limit_s, who))
   return Unreachable(
-    f"the syncer at {address} cannot be reached ({details or code.name})"
+    f"the {who} at {address} cannot be reached ({details or code.name})"
   )
 
 
-def _no_answer(address: Address, limit_s: float) -> str:
+def _no_answer(address: Address, limit_s: float, who: str = "syncer") -> str:
   return (
-    f"no syncer answered at {address} within {limit_s:g} s: is it running, "
+    f"no {who} answered at {address} within {limit_s:g} s: is it running, "
     "and is the address right?"
   )
 

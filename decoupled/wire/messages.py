@@ -31,6 +31,7 @@ from decoupled.types import (
   Report,
   Role,
   RunContract,
+  Slice,
   Stage,
   Standing,
   StateHeader,
@@ -55,6 +56,8 @@ MAX_STEP_ENDS = 1 << 14
 MAX_TEXT = 1 << 12
 MAX_CLAIMS = 1 << 8
 MAX_RANK = 32
+MAX_HOSTS = 1 << 12
+MAX_SLICES = 1 << 16
 
 _CODECS = {
   "float32": fragments_pb.CODEC_FLOAT32,
@@ -281,21 +284,26 @@ def hello_to(hello: Hello) -> membership_pb.HelloRequest:
     hosts=hello.hosts,
     previous=hello.previous,
     gives_state=hello.gives_state,
+    host=hello.host,
+    epoch=hello.epoch,
     program=contract_to(hello.program),
   )
 
 
 def hello_from(message: membership_pb.HelloRequest) -> Hello:
+  hosts = _number("hosts", message.hosts, 1, MAX_HOSTS)
   return Hello(
     learner_id=_number("learner_id", message.learner_id, -1, MAX_LEARNERS),
     holder=_text("holder", message.holder),
     run_id=_text("run_id", message.run_id),
     tensors=tensors_from(message.tensors),
     contract=contract_from(message.contract),
-    hosts=_number("hosts", message.hosts, 1, MAX_LEARNERS),
+    hosts=hosts,
     previous=_number("previous", message.previous),
     protocol=message.protocol,
     gives_state=message.gives_state,
+    host=_number("host", message.host, high=hosts - 1),
+    epoch=_number("epoch", message.epoch),
     program=contract_from(message.program),
   )
 
@@ -367,6 +375,10 @@ def _learner(name: str, value: int) -> int:
   return _number(name, value, high=MAX_LEARNERS)
 
 
+def _host(name: str, value: int) -> int:
+  return _number(name, value, high=MAX_HOSTS - 1)
+
+
 # --- control ---------------------------------------------------------------
 
 
@@ -375,6 +387,7 @@ def heartbeat_to(heartbeat: Heartbeat) -> membership_pb.Heartbeat:
     learner_id=heartbeat.learner_id,
     incarnation=heartbeat.incarnation,
     sent_at_s=heartbeat.sent_at_s,
+    host=heartbeat.host,
   )
 
 
@@ -383,6 +396,7 @@ def heartbeat_from(message: membership_pb.Heartbeat) -> Heartbeat:
     learner_id=_learner("heartbeat.learner_id", message.learner_id),
     incarnation=_number("heartbeat.incarnation", message.incarnation),
     sent_at_s=_seconds("heartbeat.sent_at_s", message.sent_at_s),
+    host=_host("heartbeat.host", message.host),
   )
 
 
@@ -406,6 +420,7 @@ def report_to(report: Report) -> membership_pb.Report:
     unclaimed=report.unclaimed,
     tokens_before=report.tokens_before,
     tokens_alone=report.tokens_alone,
+    host=report.host,
   )
 
 
@@ -437,6 +452,7 @@ def report_from(message: membership_pb.Report) -> Report:
     unclaimed=_number("report.unclaimed", message.unclaimed),
     tokens_before=_number("report.tokens_before", message.tokens_before),
     tokens_alone=_number("report.tokens_alone", message.tokens_alone),
+    host=_host("report.host", message.host),
   )
 
 
@@ -725,6 +741,11 @@ def contribution_to(
       learner_id=contribution.learner_id,
       header=header_to(contribution.header),
       encoding=encoding_to(encoding),
+      host=contribution.host,
+      slices=[
+        fragments_pb.Slice(unit=s.unit, start=s.start, stop=s.stop)
+        for s in contribution.slices
+      ],
     )
   )
 
@@ -740,8 +761,27 @@ def contribution_from(
   header = header_from(found.header)
   if encoding.base not in (None, header.base):
     raise malformed("a contribution's delta is against its own base")
-  learner_id = _learner("contribution.learner_id", found.learner_id)
-  return Contribution(learner_id, header, ()), encoding
+  _at_most("contribution.slices", found.slices, MAX_SLICES)
+  said = Contribution(
+    learner_id=_learner("contribution.learner_id", found.learner_id),
+    header=header,
+    arrays=(),
+    host=_host("contribution.host", found.host),
+    slices=tuple(_slice_from(box) for box in found.slices),
+  )
+  return said, encoding
+
+
+def _slice_from(message: fragments_pb.Slice) -> Slice:
+  """A box that is none, or lies outside its unit, is the store's to refuse."""
+  _at_most("slice.start", message.start, MAX_RANK)
+  if len(message.start) != len(message.stop):
+    raise malformed("a slice whose ends have different ranks")
+  return Slice(
+    _number("slice.unit", message.unit),
+    tuple(_number("slice.start", n, high=2**40) for n in message.start),
+    tuple(_number("slice.stop", n, high=2**40) for n in message.stop),
+  )
 
 
 def fragment_to(

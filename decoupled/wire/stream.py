@@ -60,30 +60,31 @@ class Outbox:
       self._changed.notify_all()
 
   def messages(
-    self, taker: object, welcome: Welcome, clock: Clock
+    self, taker: object, welcome: Welcome, host: int, clock: Clock
   ) -> Iterator[pb.LearnerMessage]:
     """What to send on one control stream, for as long as it lasts.
 
     Args:
       taker: names the stream, for `stop`; a newer one displaces it.
       welcome: of the incarnation; reports of an older one stay here.
+      host: rank of this host in its learner.
       clock: of the times that are sent.
     """
     with self._changed:
       self._taker = taker
       self._leaving = None
       self._changed.notify_all()
-    return self._outgoing(taker, welcome, clock)
+    return self._outgoing(taker, welcome, host, clock)
 
   def _outgoing(
-    self, taker: object, welcome: Welcome, clock: Clock
+    self, taker: object, welcome: Welcome, host: int, clock: Clock
   ) -> Iterator[pb.LearnerMessage]:
     beat_at = clock.now()
     while True:
       due_s = beat_at - clock.now()
       if due_s <= 0:
         beat_at = clock.now() + welcome.heartbeat_s
-        yield _beat(welcome, clock.now())
+        yield _beat(welcome, host, clock.now())
         continue
       with self._changed:
         self._changed.wait_for(
@@ -115,8 +116,8 @@ class Outbox:
     return report is not None and report.incarnation == welcome.incarnation
 
 
-def _beat(welcome: Welcome, now_s: float) -> pb.LearnerMessage:
-  beat = Heartbeat(welcome.learner_id, welcome.incarnation, now_s)
+def _beat(welcome: Welcome, host: int, now_s: float) -> pb.LearnerMessage:
+  beat = Heartbeat(welcome.learner_id, welcome.incarnation, now_s, host)
   return pb.LearnerMessage(heartbeat=messages.heartbeat_to(beat))
 
 
@@ -127,6 +128,7 @@ class ControlStream:
     open_call: starts the call with the messages to send.
     outbox: where reports come from.
     welcome: of the incarnation.
+    host: rank of this host in its learner.
     clock: of the times that are sent.
     describe: turns the call's failure into a sentence.
     on_announcement: gets the newest announcement.
@@ -138,6 +140,7 @@ class ControlStream:
     open_call: Callable[[Iterator[pb.LearnerMessage]], Any],
     outbox: Outbox,
     welcome: Welcome,
+    host: int,
     clock: Clock,
     describe: Callable[[grpc.RpcError], str],
     on_announcement: Callable[[Announcement], None],
@@ -151,7 +154,7 @@ class ControlStream:
     self._newest: Announcement | None = None
     self._over: str | None = None
     self._asked = False
-    self._call = open_call(outbox.messages(self, welcome, clock))
+    self._call = open_call(outbox.messages(self, welcome, host, clock))
     self._threads = [
       threading.Thread(target=target, name=name, daemon=True)
       for target, name in (

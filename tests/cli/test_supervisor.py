@@ -195,6 +195,30 @@ def test_status_0_may_mean_that_the_job_is_done(supervisor, role):
   until(supervisor, lambda: supervisor.finished("syncer") == 0, "done")
 
 
+def test_who_was_told_to_end_and_has_not_done_the_job_comes_back(
+  supervisor, role
+):
+  code = (
+    "import signal, sys, time; "
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+    "print('up', flush=True); time.sleep(600)"
+  )
+  syncer = dataclasses.replace(role("syncer", code), done_at_zero=True)
+  supervisor.start(syncer)
+  first = supervisor.pid("syncer")
+  assert supervisor.booting() == ("syncer",)
+  supervisor.ready("syncer")
+  assert supervisor.booting() == ()
+  until(supervisor, lambda: up(syncer), "up")
+  supervisor.send("syncer", signal.SIGTERM)
+  until(
+    supervisor,
+    lambda: supervisor.pid("syncer") not in (None, first),
+    "restarted",
+  )
+  assert supervisor.booting() == ("syncer",)
+
+
 def test_at_the_end_only_who_is_needed_for_it_is_restarted(
   supervisor, role, log
 ):
@@ -499,3 +523,75 @@ def test_a_spare_that_cannot_start_does_not_end_the_job(supervisor, role):
   supervisor.start(spare)
   until(supervisor, lambda: supervisor.finished("standby/0"), "its end")
   assert supervisor.finished("standby/0") == 3
+
+
+IN_ORDER = """
+  import signal, sys, time
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+  print('up', flush=True)
+  time.sleep(600)
+"""
+
+
+@pytest.fixture
+def hosts(supervisor, role):
+  """Two hosts of one learner, running."""
+
+  def start(code=FOREVER):
+    names = [f"learner/0/host/{host}" for host in range(2)]
+    for name in names:
+      made = dataclasses.replace(role(name, code), group="learner/0")
+      supervisor.start(made)
+      until(supervisor, lambda made=made: up(made), name)
+      supervisor.ready(name)
+    return names
+
+  return start
+
+
+def restarted(supervisor, names, before):
+  def done():
+    pids = [supervisor.pid(name) for name in names]
+    return None not in pids and not set(pids) & set(before)
+
+  until(supervisor, done, "all hosts to be started again")
+
+
+def test_with_one_host_that_dies_all_are_started_again(supervisor, hosts, log):
+  names = hosts()
+  before = [supervisor.pid(name) for name in names]
+  os.kill(before[1], signal.SIGKILL)
+  restarted(supervisor, names, before)
+  assert all(map(gone, before))
+  exits = kinds(log, "exit")
+  assert [e["role"] for e in exits] == [names[1], names[0]]
+  assert [e["planned"] for e in exits] == [False, True]
+  assert {e["attempt"] for e in kinds(log, "restart")} == {2}
+  assert not supervisor.owed().keys() - set(names)
+
+
+def test_a_host_that_is_not_started_again_takes_the_others_along(
+  supervisor, hosts, log
+):
+  names = hosts()
+  supervisor.expect_fault(names[0], restart=False)
+  supervisor.send(names[0], signal.SIGKILL)
+  until(supervisor, lambda: not supervisor.running(), "both to be gone")
+  assert not supervisor.owed()
+  assert not kinds(log, "restart")
+  assert all(supervisor.finished(name) is not None for name in names)
+
+
+def test_hosts_that_leave_in_order_are_started_again_together(
+  supervisor, hosts
+):
+  names = hosts(IN_ORDER)
+  before = [supervisor.pid(name) for name in names]
+  supervisor.expect_fault(names[0], restart=True)
+  supervisor.send(names[0], signal.SIGTERM)
+  until(supervisor, lambda: supervisor.pid(names[0]) is None, "one to leave")
+  supervisor.step(0.1)
+  assert supervisor.pid(names[0]) is None  # waits for the other one
+  assert supervisor.pid(names[1]) == before[1]
+  supervisor.send(names[1], signal.SIGTERM)  # as the hosts have agreed
+  restarted(supervisor, names, before)

@@ -558,6 +558,29 @@ def test_only_the_last_job_counts(tmp_path, demo):
   assert (given["status"], given["exit_reason"]) == ("interrupted", "SIGTERM")
 
 
+def test_what_befell_the_jobs_before_is_told_as_well(tmp_path, demo):
+  restored = {"kind": "checkpoint", "what": "restore", "ok": True, "path": "p"}
+  other = {**_start(), "resumed": False}
+  killed = [e for e in demo if e["kind"] != "end"]
+  last = report.build(demo)["rounds"]["closed"]
+  again = [
+    {**_start(), "resumed": True},
+    {**restored, "t": 0.1, "round": last - 3, "term": 2, "cut_by": 1},
+    round_event(last - 2, 1, 2, [0], [0], term=2),
+    {"t": 3.0, "kind": "end", "status": "failed", "reason": "disk"},
+  ]
+  unrelated = report.build(demo)["failures"]
+  write_log(tmp_path, [*demo, other, *killed[1:], *again])
+  made = report.write(tmp_path)
+  assert made["failures"] == []
+  assert made["rounds"]["lost"] == 0
+  (before,) = made["earlier_jobs"]  # the first one was of another run
+  assert (before["status"], before["exit_reason"]) == ("interrupted", "")
+  assert before["failures"] == unrelated
+  assert before["rounds"]["lost"] == 3
+  assert report.build(demo)["earlier_jobs"] == []
+
+
 def test_no_log_is_one_line(tmp_path):
   with pytest.raises(DecoupledError, match=r"no events\.jsonl"):
     report.write(tmp_path)

@@ -77,7 +77,7 @@ def join(wire, learner_id=0, **changes):
 def test_hello_is_answered_with_the_run(server, connect):
   wire = connect(str(server.address))
   assert wire.peer == str(server.address)
-  hello = fakes.hello(previous=7, hosts=2)
+  hello = fakes.hello(previous=7)
   welcome = wire.hello(hello)
   assert server.rounds.did("hello") == [("hello", hello)]
   assert welcome.manifest == fakes.MANIFEST
@@ -274,7 +274,8 @@ def test_a_reader_that_does_not_read_costs_no_backlog(server):
   wire = GrpcLearnerWire(server.address, TOKEN)
   welcome = wire.hello(fakes.hello())
   server.rounds.padding = 4000
-  call = wire._open_control(wire._outbox.messages(wire, welcome, wire._clock))
+  said = wire._outbox.messages(wire, welcome, 0, wire._clock)
+  call = wire._open_control(said)
   wait_until(lambda: server.rounds.heartbeats, "the stream")
   for _ in range(1500):
     server.on_loop(lambda: bump(server.rounds))

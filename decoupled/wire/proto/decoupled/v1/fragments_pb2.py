@@ -25,31 +25,33 @@ _sym_db = _symbol_database.Default()
 from decoupled.wire.proto.decoupled.v1 import common_pb2 as decoupled_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65\x63oupled/v1/fragments.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x19\x64\x65\x63oupled/v1/common.proto\"\x8a\x01\n\x08\x45ncoding\x12\"\n\x05\x63odec\x18\x01 \x01(\x0e\x32\x13.decoupled.v1.Codec\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.decoupled.v1.PayloadKind\x12#\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x15.decoupled.v1.Version\x12\x0c\n\x04size\x18\x04 \x01(\x03\"|\n\x12\x43ontributionHeader\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12(\n\x06header\x18\x02 \x01(\x0b\x32\x18.decoupled.v1.CopyHeader\x12(\n\x08\x65ncoding\x18\x03 \x01(\x0b\x32\x16.decoupled.v1.Encoding\"\xfa\x01\n\x0e\x46ragmentHeader\x12\x10\n\x08\x66ragment\x18\x01 \x01(\x05\x12&\n\x07version\x18\x02 \x01(\x0b\x32\x15.decoupled.v1.Version\x12+\n\x08included\x18\x03 \x01(\x0b\x32\x14.decoupled.v1.CopyIdH\x00\x88\x01\x01\x12\x13\n\x0b\x63ommon_step\x18\x04 \x01(\x03\x12\x10\n\x08restored\x18\x05 \x01(\x08\x12(\n\x08\x65ncoding\x18\x06 \x01(\x0b\x32\x16.decoupled.v1.Encoding\x12#\n\x04\x62\x61se\x18\x07 \x01(\x0b\x32\x15.decoupled.v1.VersionB\x0b\n\t_included\"#\n\x04\x44\x61ta\x12\r\n\x05\x63rc32\x18\x01 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x9f\x01\n\x05\x43hunk\x12\x38\n\x0c\x63ontribution\x18\x01 \x01(\x0b\x32 .decoupled.v1.ContributionHeaderH\x00\x12\x30\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x1c.decoupled.v1.FragmentHeaderH\x00\x12\"\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x12.decoupled.v1.DataH\x00\x42\x06\n\x04part\"3\n\x0f\x43ontributeReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"n\n\x0c\x46\x65tchRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x10\n\x08\x66ragment\x18\x03 \x01(\x05\x12#\n\x04held\x18\x04 \x01(\x0b\x32\x15.decoupled.v1.Version*E\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x11\n\rCODEC_FLOAT32\x10\x01\x12\x12\n\x0e\x43ODEC_BFLOAT16\x10\x02*Z\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11PAYLOAD_KIND_FULL\x10\x01\x12\x16\n\x12PAYLOAD_KIND_DELTA\x10\x02\x32\x8f\x01\n\rFragmentStore\x12\x42\n\nContribute\x12\x13.decoupled.v1.Chunk\x1a\x1d.decoupled.v1.ContributeReply(\x01\x12:\n\x05\x46\x65tch\x12\x1a.decoupled.v1.FetchRequest\x1a\x13.decoupled.v1.Chunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65\x63oupled/v1/fragments.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x19\x64\x65\x63oupled/v1/common.proto\"\x8a\x01\n\x08\x45ncoding\x12\"\n\x05\x63odec\x18\x01 \x01(\x0e\x32\x13.decoupled.v1.Codec\x12\'\n\x04kind\x18\x02 \x01(\x0e\x32\x19.decoupled.v1.PayloadKind\x12#\n\x04\x62\x61se\x18\x03 \x01(\x0b\x32\x15.decoupled.v1.Version\x12\x0c\n\x04size\x18\x04 \x01(\x03\"2\n\x05Slice\x12\x0c\n\x04unit\x18\x01 \x01(\x05\x12\r\n\x05start\x18\x02 \x03(\x03\x12\x0c\n\x04stop\x18\x03 \x03(\x03\"\xaf\x01\n\x12\x43ontributionHeader\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12(\n\x06header\x18\x02 \x01(\x0b\x32\x18.decoupled.v1.CopyHeader\x12(\n\x08\x65ncoding\x18\x03 \x01(\x0b\x32\x16.decoupled.v1.Encoding\x12\x0c\n\x04host\x18\x04 \x01(\x05\x12#\n\x06slices\x18\x05 \x03(\x0b\x32\x13.decoupled.v1.Slice\"\xfa\x01\n\x0e\x46ragmentHeader\x12\x10\n\x08\x66ragment\x18\x01 \x01(\x05\x12&\n\x07version\x18\x02 \x01(\x0b\x32\x15.decoupled.v1.Version\x12+\n\x08included\x18\x03 \x01(\x0b\x32\x14.decoupled.v1.CopyIdH\x00\x88\x01\x01\x12\x13\n\x0b\x63ommon_step\x18\x04 \x01(\x03\x12\x10\n\x08restored\x18\x05 \x01(\x08\x12(\n\x08\x65ncoding\x18\x06 \x01(\x0b\x32\x16.decoupled.v1.Encoding\x12#\n\x04\x62\x61se\x18\x07 \x01(\x0b\x32\x15.decoupled.v1.VersionB\x0b\n\t_included\"#\n\x04\x44\x61ta\x12\r\n\x05\x63rc32\x18\x01 \x01(\x07\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\x9f\x01\n\x05\x43hunk\x12\x38\n\x0c\x63ontribution\x18\x01 \x01(\x0b\x32 .decoupled.v1.ContributionHeaderH\x00\x12\x30\n\x08\x66ragment\x18\x02 \x01(\x0b\x32\x1c.decoupled.v1.FragmentHeaderH\x00\x12\"\n\x04\x64\x61ta\x18\x03 \x01(\x0b\x32\x12.decoupled.v1.DataH\x00\x42\x06\n\x04part\"3\n\x0f\x43ontributeReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"n\n\x0c\x46\x65tchRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x10\n\x08\x66ragment\x18\x03 \x01(\x05\x12#\n\x04held\x18\x04 \x01(\x0b\x32\x15.decoupled.v1.Version*E\n\x05\x43odec\x12\x15\n\x11\x43ODEC_UNSPECIFIED\x10\x00\x12\x11\n\rCODEC_FLOAT32\x10\x01\x12\x12\n\x0e\x43ODEC_BFLOAT16\x10\x02*Z\n\x0bPayloadKind\x12\x1c\n\x18PAYLOAD_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11PAYLOAD_KIND_FULL\x10\x01\x12\x16\n\x12PAYLOAD_KIND_DELTA\x10\x02\x32\x8f\x01\n\rFragmentStore\x12\x42\n\nContribute\x12\x13.decoupled.v1.Chunk\x1a\x1d.decoupled.v1.ContributeReply(\x01\x12:\n\x05\x46\x65tch\x12\x1a.decoupled.v1.FetchRequest\x1a\x13.decoupled.v1.Chunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'decoupled.v1.fragments_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CODEC']._serialized_start=957
-  _globals['_CODEC']._serialized_end=1026
-  _globals['_PAYLOADKIND']._serialized_start=1028
-  _globals['_PAYLOADKIND']._serialized_end=1118
+  _globals['_CODEC']._serialized_start=1061
+  _globals['_CODEC']._serialized_end=1130
+  _globals['_PAYLOADKIND']._serialized_start=1132
+  _globals['_PAYLOADKIND']._serialized_end=1222
   _globals['_ENCODING']._serialized_start=74
   _globals['_ENCODING']._serialized_end=212
-  _globals['_CONTRIBUTIONHEADER']._serialized_start=214
-  _globals['_CONTRIBUTIONHEADER']._serialized_end=338
-  _globals['_FRAGMENTHEADER']._serialized_start=341
-  _globals['_FRAGMENTHEADER']._serialized_end=591
-  _globals['_DATA']._serialized_start=593
-  _globals['_DATA']._serialized_end=628
-  _globals['_CHUNK']._serialized_start=631
-  _globals['_CHUNK']._serialized_end=790
-  _globals['_CONTRIBUTEREPLY']._serialized_start=792
-  _globals['_CONTRIBUTEREPLY']._serialized_end=843
-  _globals['_FETCHREQUEST']._serialized_start=845
-  _globals['_FETCHREQUEST']._serialized_end=955
-  _globals['_FRAGMENTSTORE']._serialized_start=1121
-  _globals['_FRAGMENTSTORE']._serialized_end=1264
+  _globals['_SLICE']._serialized_start=214
+  _globals['_SLICE']._serialized_end=264
+  _globals['_CONTRIBUTIONHEADER']._serialized_start=267
+  _globals['_CONTRIBUTIONHEADER']._serialized_end=442
+  _globals['_FRAGMENTHEADER']._serialized_start=445
+  _globals['_FRAGMENTHEADER']._serialized_end=695
+  _globals['_DATA']._serialized_start=697
+  _globals['_DATA']._serialized_end=732
+  _globals['_CHUNK']._serialized_start=735
+  _globals['_CHUNK']._serialized_end=894
+  _globals['_CONTRIBUTEREPLY']._serialized_start=896
+  _globals['_CONTRIBUTEREPLY']._serialized_end=947
+  _globals['_FETCHREQUEST']._serialized_start=949
+  _globals['_FETCHREQUEST']._serialized_end=1059
+  _globals['_FRAGMENTSTORE']._serialized_start=1225
+  _globals['_FRAGMENTSTORE']._serialized_end=1368
 # @@protoc_insertion_point(module_scope)

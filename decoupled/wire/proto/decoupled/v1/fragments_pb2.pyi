@@ -5,9 +5,11 @@ Bulk: parameters on their way between learners and the syncer that owns the
 fragment. Streams on a connection of their own, in chunks of at most 1 MiB.
 """
 
+from collections import abc as _abc
 from decoupled.wire.proto.decoupled.v1 import common_pb2 as _common_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
@@ -95,27 +97,66 @@ class Encoding(_message.Message):
 Global___Encoding: _TypeAlias = Encoding  # noqa: Y015
 
 @_typing.final
+class Slice(_message.Message):
+    """A box of one unit: from `start` to `stop`, exclusive, on every axis."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UNIT_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    unit: _builtins.int
+    """its number in the fragment"""
+    @_builtins.property
+    def start(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        unit: _builtins.int = ...,
+        start: _abc.Iterable[_builtins.int] | None = ...,
+        stop: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "stop", b"stop", "unit", b"unit"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Slice: _TypeAlias = Slice  # noqa: Y015
+
+@_typing.final
 class ContributionHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEARNER_ID_FIELD_NUMBER: _builtins.int
     HEADER_FIELD_NUMBER: _builtins.int
     ENCODING_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    SLICES_FIELD_NUMBER: _builtins.int
     learner_id: _builtins.int
+    host: _builtins.int
     @_builtins.property
     def header(self) -> _common_pb2.CopyHeader: ...
     @_builtins.property
     def encoding(self) -> Global___Encoding: ...
+    @_builtins.property
+    def slices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Slice]:
+        """what the data are; none: the whole fragment"""
+
     def __init__(
         self,
         *,
         learner_id: _builtins.int = ...,
         header: _common_pb2.CopyHeader | None = ...,
         encoding: Global___Encoding | None = ...,
+        host: _builtins.int = ...,
+        slices: _abc.Iterable[Global___Slice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "header", b"header", "learner_id", b"learner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["encoding", b"encoding", "header", b"header", "host", b"host", "learner_id", b"learner_id", "slices", b"slices"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -50,7 +50,8 @@ class FragmentStoreServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Contribute(self, request_iterator, context):
-        """One copy of one fragment, upwards: a `contribution` header, then `data`.
+        """One copy of one fragment, or a host's part of it, upwards: a
+        `contribution` header, then `data`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

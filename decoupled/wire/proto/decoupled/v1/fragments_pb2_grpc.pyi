@@ -34,7 +34,9 @@ class FragmentStoreStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FragmentStoreAsyncStub: ...
     Contribute: _grpc.StreamUnaryMultiCallable[_fragments_pb2.Chunk, _fragments_pb2.ContributeReply]
-    """One copy of one fragment, upwards: a `contribution` header, then `data`."""
+    """One copy of one fragment, or a host's part of it, upwards: a
+    `contribution` header, then `data`.
+    """
     Fetch: _grpc.UnaryStreamMultiCallable[_fragments_pb2.FetchRequest, _fragments_pb2.Chunk]
     """The newest version of one fragment: a `fragment` header, then `data`."""
 
@@ -42,7 +44,9 @@ class FragmentStoreStub:
 class FragmentStoreAsyncStub(FragmentStoreStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Contribute: _aio.StreamUnaryMultiCallable[_fragments_pb2.Chunk, _fragments_pb2.ContributeReply]  # type: ignore[assignment]
-    """One copy of one fragment, upwards: a `contribution` header, then `data`."""
+    """One copy of one fragment, or a host's part of it, upwards: a
+    `contribution` header, then `data`.
+    """
     Fetch: _aio.UnaryStreamMultiCallable[_fragments_pb2.FetchRequest, _fragments_pb2.Chunk]  # type: ignore[assignment]
     """The newest version of one fragment: a `fragment` header, then `data`."""
 
@@ -53,7 +57,9 @@ class FragmentStoreServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_fragments_pb2.Chunk],
         context: _ServicerContext,
     ) -> _typing.Union[_fragments_pb2.ContributeReply, _abc.Awaitable[_fragments_pb2.ContributeReply]]:
-        """One copy of one fragment, upwards: a `contribution` header, then `data`."""
+        """One copy of one fragment, or a host's part of it, upwards: a
+        `contribution` header, then `data`.
+        """
 
     @_abc_1.abstractmethod
     def Fetch(

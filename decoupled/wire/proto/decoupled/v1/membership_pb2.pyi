@@ -303,6 +303,8 @@ class HelloRequest(_message.Message):
     HOSTS_FIELD_NUMBER: _builtins.int
     PREVIOUS_FIELD_NUMBER: _builtins.int
     GIVES_STATE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     PROGRAM_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     learner_id: _builtins.int
@@ -315,6 +317,10 @@ class HelloRequest(_message.Message):
     """incarnation before a broken connection"""
     gives_state: _builtins.bool
     """can give its optimizer state to a joiner"""
+    host: _builtins.int
+    """rank of the host that speaks"""
+    epoch: _builtins.int
+    """of the JAX job that its hosts have in common"""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]: ...
     @_builtins.property
@@ -335,11 +341,13 @@ class HelloRequest(_message.Message):
         hosts: _builtins.int = ...,
         previous: _builtins.int = ...,
         gives_state: _builtins.bool = ...,
+        host: _builtins.int = ...,
+        epoch: _builtins.int = ...,
         program: _abc.Iterable[Global___ContractLine] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "gives_state", b"gives_state", "holder", b"holder", "hosts", b"hosts", "learner_id", b"learner_id", "previous", b"previous", "program", b"program", "protocol", b"protocol", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "epoch", b"epoch", "gives_state", b"gives_state", "holder", b"holder", "host", b"host", "hosts", b"hosts", "learner_id", b"learner_id", "previous", b"previous", "program", b"program", "protocol", b"protocol", "run_id", b"run_id", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -401,19 +409,22 @@ class Heartbeat(_message.Message):
     LEARNER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     SENT_AT_S_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     learner_id: _builtins.int
     incarnation: _builtins.int
     sent_at_s: _builtins.float
+    host: _builtins.int
     def __init__(
         self,
         *,
         learner_id: _builtins.int = ...,
         incarnation: _builtins.int = ...,
         sent_at_s: _builtins.float = ...,
+        host: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "learner_id", b"learner_id", "sent_at_s", b"sent_at_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["host", b"host", "incarnation", b"incarnation", "learner_id", b"learner_id", "sent_at_s", b"sent_at_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -441,6 +452,7 @@ class Report(_message.Message):
     UNCLAIMED_FIELD_NUMBER: _builtins.int
     TOKENS_BEFORE_FIELD_NUMBER: _builtins.int
     TOKENS_ALONE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     learner_id: _builtins.int
     incarnation: _builtins.int
     seq: _builtins.int
@@ -458,6 +470,7 @@ class Report(_message.Message):
     """of this process, before this incarnation"""
     tokens_alone: _builtins.int
     """those of them that no report told of"""
+    host: _builtins.int
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.CopyHeader]: ...
     @_builtins.property
@@ -491,10 +504,11 @@ class Report(_message.Message):
         unclaimed: _builtins.int = ...,
         tokens_before: _builtins.int = ...,
         tokens_alone: _builtins.int = ...,
+        host: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["position", b"position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "copies", b"copies", "incarnation", b"incarnation", "learner_id", b"learner_id", "loss", b"loss", "position", b"position", "schedule_step", b"schedule_step", "sent_at_s", b"sent_at_s", "seq", b"seq", "stage", b"stage", "step", b"step", "step_ends_s", b"step_ends_s", "tokens", b"tokens", "tokens_alone", b"tokens_alone", "tokens_before", b"tokens_before", "unclaimed", b"unclaimed", "versions", b"versions", "wants", b"wants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "copies", b"copies", "host", b"host", "incarnation", b"incarnation", "learner_id", b"learner_id", "loss", b"loss", "position", b"position", "schedule_step", b"schedule_step", "sent_at_s", b"sent_at_s", "seq", b"seq", "stage", b"stage", "step", b"step", "step_ends_s", b"step_ends_s", "tokens", b"tokens", "tokens_alone", b"tokens_alone", "tokens_before", b"tokens_before", "unclaimed", b"unclaimed", "versions", b"versions", "wants", b"wants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
