@@ -15,7 +15,9 @@ class Limits:
   to be dead before anybody gives up on it.
 
   Attributes:
-    lease_s: silence after which a learner's claim of its id lapses.
+    lease_s: silence after which a learner's claim of its id lapses, or a
+      standby is no longer in the pool; also how long a standby may take to
+      claim the id that it is offered.
     heartbeat_s: how often a learner shows that it lives.
     start_s: how long an empty syncer waits for the expected learners before
       it goes on with those that are there.
