@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from decoupled.launch import child
 from decoupled.observe.events import read
 
 # All jobs of one benchmark run the same program: only the first compiles it.
@@ -19,6 +20,15 @@ _CACHE = Path(tempfile.mkdtemp(prefix="decoupled-bench-cache-"))
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
 # A benchmark that is terminated takes its job with it.
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
+def tied() -> dict[str, str]:
+  """For the environment of a command: it dies with this process.
+
+  However that ends: nothing of a benchmark that is killed goes on, and takes
+  the processor from the next one.
+  """
+  return {child.VARIABLE: str(os.getpid())}
 
 
 class Job(NamedTuple):
@@ -52,6 +62,7 @@ def run(*arguments: str, config: str = "stdlib_tiny.gin") -> Job:
       "JAX_COMPILATION_CACHE_DIR": str(_CACHE),
       **os.environ,
       "PYTHONPATH": str(root),
+      **tied(),
     },
     check=False,
   )

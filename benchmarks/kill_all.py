@@ -120,7 +120,7 @@ class Run:
       stdout=self._out,
       stderr=self._out,
       start_new_session=True,
-      env={**os.environ, "PYTHONPATH": str(ROOT)},
+      env={**os.environ, "PYTHONPATH": str(ROOT), **jobs.tied()},
     )
 
   def events(self, *kinds: str) -> list[dict[str, Any]]:

@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 os.environ |= {"NPROC": "1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1"}
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
+import jobs
+
+# isort: split
+
 import jax
 import numpy as np
 
@@ -99,6 +103,7 @@ def syncer(
       ],
       stdout=log,
       stderr=log,
+      env={**os.environ, **jobs.tied()},
     )
   try:
     deadline = time.monotonic() + _START_S

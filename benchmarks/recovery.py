@@ -244,9 +244,10 @@ def main() -> None:
   jobs.say(timed("checkpoint", restarts(alone)))
   for line in membership_lines(done, found):
     jobs.say(line)
-  seldom = f"Checkpoint.every_s={SAVES_EVERY_S:g}"
+  # a young run saves more often; here there has to be a quiet stretch between
+  seldom = (f"Checkpoint.every_s={SAVES_EVERY_S:g}", "Checkpoint.first_s=0")
   quiet = job(
-    1.3 * SAVES_EVERY_S / ROUND_S, "", "Checkpoint.every_rounds=0", seldom
+    1.3 * SAVES_EVERY_S / ROUND_S, "", "Checkpoint.every_rounds=0", *seldom
   )
   jobs.say(snapshot_line(quiet))
 

@@ -77,6 +77,12 @@ COMMANDS: dict[str, Command] = {
     flags.standby_options,
     configured=True,
   ),
+  "coordinator": Command(
+    "where the hosts of learners meet; one of a job with several a learner",
+    "decoupled.learner.coordinator:run",
+    flags.coordinator,
+    flags.coordinator_options,
+  ),
   "config": Command(
     "the resolved configuration, each value with its origin",
     "decoupled.config:show",

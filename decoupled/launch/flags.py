@@ -11,6 +11,7 @@ from decoupled.launch import folders
 from decoupled.launch.options import (
   CertsOptions,
   CheckpointsOptions,
+  CoordinatorOptions,
   DoctorOptions,
   EvaluateOptions,
   JobOptions,
@@ -166,6 +167,17 @@ def _joins(values: flags.FlagValues) -> None:
   _started_at(values)
 
 
+def coordinator(values: flags.FlagValues) -> None:
+  _workdir(values, "where coordinator.address is written")
+  text = _define(flags.DEFINE_string, values)
+  text("bind", "127.0.0.1:0", "host:port or [::1]:port; port 0 = any free one")
+  _token_file(values)
+  text(
+    "tls_cert", "", "PEM file of the certificate to show: TLS, not plain text"
+  )
+  text("tls_key", "", "PEM file of its key (see `decoupled certs`)")
+
+
 def evaluate(values: flags.FlagValues) -> None:
   _workdir(values, "of the run")
   _store(values)
@@ -300,11 +312,7 @@ def run_options(values: flags.FlagValues, default: Path) -> RunOptions:
 
 
 def syncer_options(values: flags.FlagValues, default: Path) -> SyncerOptions:
-  if bool(_get(values, "tls_cert")) != bool(_get(values, "tls_key")):
-    raise ConfigError(
-      "--tls_cert and --tls_key go together: a certificate and its own key "
-      "(see `decoupled certs`)"
-    )
+  _check_pair(values)
   return SyncerOptions(
     workdir=_path(values, default),
     store=_url(values),
@@ -361,6 +369,27 @@ def standby_options(values: flags.FlagValues, default: Path) -> StandbyOptions:
     started_at=_get(values, "started_at"),
     name=_get(values, "name"),
   )
+
+
+def coordinator_options(
+  values: flags.FlagValues, default: Path
+) -> CoordinatorOptions:
+  _check_pair(values)
+  return CoordinatorOptions(
+    workdir=_path(values, default),
+    bind=_get(values, "bind"),
+    token_file=_optional_path(values, "token_file"),
+    tls_cert=_optional_path(values, "tls_cert"),
+    tls_key=_optional_path(values, "tls_key"),
+  )
+
+
+def _check_pair(values: flags.FlagValues) -> None:
+  if bool(_get(values, "tls_cert")) != bool(_get(values, "tls_key")):
+    raise ConfigError(
+      "--tls_cert and --tls_key go together: a certificate and its own key "
+      "(see `decoupled certs`)"
+    )
 
 
 def evaluate_options(

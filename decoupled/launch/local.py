@@ -50,12 +50,14 @@ _CHAOS_TICK_S = 0.02
 _EVALUATE_S = 600.0
 _MARGIN_S = 2.0  # beyond the grace time of a process that is told to end
 _LET_GO_S = 2.0
+_HEAR_S = 5.0  # for a standby to hear of the end
 HOSTS_TAU = 4  # Exchange.tau where learners have several hosts
 # A killed learner is not started again before it is known whether a standby
 # takes its part; the syncer says so as soon as it knows of the death.
 _HELD_S = 2.0
 # Beyond the drain itself: saving, and the syncer's own goodbyes.
 _SAVE_S = 60.0
+_ASK_S = 5.0  # for the syncer's answer, when the job is told to end
 
 
 def run(config: Config, options: RunOptions) -> int:
@@ -166,11 +168,11 @@ class _Job:
     self._rounds_closed = standing.rounds
     self._draining = False
     self._was_draining = False
-    self._entered_a_phase = False
+    self._ended = False  # the run: its learners have been told, or are being
     self._let_go_at_s = 0.0
     self._why = ""
     self._signal: signal.Signals | None = None
-    self._told: signal.Signals | None = None  # the syncer, not this process
+    self._told: signal.Signals | None = None  # a syncer that stays away
     self._proxies: dict[int, Proxy] = {}
     self._standbys_proxy: Proxy | None = None
     self._control: dict[int, Path] = {}
@@ -194,7 +196,7 @@ class _Job:
           status = "failed"
       except RoleFailed as error:
         reason = str(error)
-        self._wind_down()
+        self._wind_down("the job failed")
       if status != "failed":
         reason = self._evaluate(status) or reason
         status = "failed" if reason and status == "completed" else status
@@ -360,24 +362,19 @@ class _Job:
     while self._supervisor.finished("syncer") is None:
       self._turn()
       if self._signal:
-        return self._wind_down()
+        return self._wind_down(f"stopped by {self._signal.name}")
       if self._nobody_left():
         if not (self._draining or self._all_done()):
-          self._wind_down()
+          self._wind_down("no learner is left")
           return "no learner is left: none runs, and no restart is owed"
         self._let_go()
     status = self._supervisor.finished("syncer")
+    self._see_off(self._config.limits.drain_s + _SAVE_S)
     if status and termination.told(status):
       self._told = termination.signal_of(status)
-      return self._see_off()
-    if not self._entered_a_phase:
-      # all was done before: nobody will tell the learners to leave
-      limit_s = self._config.limits.grace_s + _MARGIN_S
-      self._supervisor.stop(limit_s, signal.SIGTERM)
-    if status:
-      self._see_off()
+    elif status:
       return f"the syncer ended with status {status}, and is not restarted"
-    return self._see_off()
+    return ""
 
   def _turn(self) -> None:
     """Waits a moment for an exit and does whatever is due."""
@@ -422,8 +419,8 @@ class _Job:
       elif event["kind"] == "round":
         self._rounds_closed = max(self._rounds_closed, int(event["round"]))
       elif event["kind"] == "phase":
-        self._entered_a_phase = True
         self._draining = event["phase"] in ("draining", "ended")
+        self._ended = event["phase"] == "ended"
         self._why = str(event["why"])
         self._supervisor.ready("syncer")
         self._start_standbys(str(event["phase"]))
@@ -536,31 +533,51 @@ class _Job:
 
   # ---- ending ----------------------------------------------------------------
 
-  def _wind_down(self) -> str:
-    """Ends early: the syncer drains and saves, then everybody leaves."""
-    self._injectors.heal_all()
-    self._supervisor.no_more_restarts()
-    limits = self._config.limits
-    if not self._supervisor.send("syncer", signal.SIGTERM):
-      # Nobody would ever tell the learners to leave.
-      self._supervisor.stop(limits.grace_s + _MARGIN_S, signal.SIGTERM)
-      return ""
-    self._await(
-      lambda: self._supervisor.pid("syncer") is None,
-      limits.grace_s + _MARGIN_S,
-    )
-    return self._see_off()
+  def _wind_down(self, why: str) -> str:
+    """Ends early: the syncer drains and saves, then everybody leaves.
 
-  def _see_off(self) -> str:
-    """Waits for the learners to leave by themselves, then makes them."""
+    A SIGTERM alone would make the syncer leave the run to another one. It is
+    first asked for a drain, which the signal then gives its limit.
+    """
+    self._injectors.heal_all()
+    booting = self._supervisor.booting()
     self._supervisor.no_more_restarts()
+    for role in booting:  # it has nothing to save, and delays nobody
+      self._supervisor.send(role, signal.SIGTERM)
+    if "syncer" not in booting:
+      asked = threading.Thread(
+        target=self._ask, args=(lambda syncer: syncer.drain(why),), daemon=True
+      )
+      asked.start()
+      self._await(lambda: not asked.is_alive(), _ASK_S)
+      self._supervisor.send("syncer", signal.SIGTERM)
+    grace_s = self._config.limits.grace_s
     self._await(
-      lambda: not self._supervisor.running(),
-      self._config.limits.drain_s + _SAVE_S,
+      lambda: self._supervisor.pid("syncer") is None, grace_s + _MARGIN_S
     )
+    self._see_off(grace_s)
+    return ""
+
+  def _see_off(self, limit_s: float) -> None:
+    """Waits for the learners to leave by themselves, then makes them.
+
+    Args:
+      limit_s: for those whose run has ended. The others would train on without
+        a syncer, and are told to leave at once.
+    """
+    self._supervisor.no_more_restarts()
+    self._read_events()
+    if self._ended:
+      self._await(
+        lambda: all(
+          role.startswith("standby/") for role in self._supervisor.running()
+        ),
+        limit_s,
+      )
+      # one that still boots has not heard of it
+      self._await(lambda: not self._supervisor.running(), _HEAR_S)
     grace_s = self._config.limits.grace_s
     self._supervisor.stop(grace_s + _MARGIN_S, signal.SIGTERM)
-    return ""
 
   def _await(self, done: Callable[[], bool], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s

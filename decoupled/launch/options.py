@@ -132,6 +132,28 @@ class StandbyOptions(LearnerOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class CoordinatorOptions:
+  """`decoupled coordinator`: where hosts of learners meet.
+
+  Attributes:
+    workdir: where `coordinator.address` is written.
+    bind: `host:port` or `[::1]:port` to listen on; port 0 = any free one. The
+      coordination services take free ports of the same interface.
+    token_file: file with the run token (None = `<workdir>/run.token`).
+    tls_cert: PEM file with the certificate to show (None = plain text).
+    tls_key: PEM file with its key.
+    grace_s: from SIGTERM to the end, at most.
+  """
+
+  workdir: Path
+  bind: str = "127.0.0.1:0"
+  token_file: Path | None = None
+  tls_cert: Path | None = None
+  tls_key: Path | None = None
+  grace_s: float = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
 class EvaluateOptions:
   """`decoupled evaluate`: held-out loss of what was saved.
 

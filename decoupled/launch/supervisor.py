@@ -44,8 +44,7 @@ class Role:
     env: its whole environment.
     log: file that its output is appended to.
     restarts: whether it is started again when it dies.
-    done_at_zero: status 0 means that the job is done, struck or not; so does
-      the status of a process that was told to end, and ended it in order.
+    done_at_zero: status 0 means that the job is done, struck or not.
     again: further arguments when it is started again; they overrule earlier
       ones.
     spare: the job goes on without it; it always boots beside training ones.
@@ -144,6 +143,15 @@ class Supervisor:
     """Exit status of a role that will not be started again, else None."""
     return self._processes[role].finished
 
+  def booting(self) -> tuple[str, ...]:
+    """Roles that run and have not got as far as doing their work."""
+    owed = self.owed()
+    return tuple(
+      name
+      for name in self.running()
+      if name in owed or not self._processes[name].was_ready
+    )
+
   # ---- acting ----------------------------------------------------------------
 
   def start(self, role: Role) -> None:
@@ -198,6 +206,8 @@ class Supervisor:
     taken.role, taker.role = taker.role, taken.role
     self._processes[role], self._processes[spare] = taker, taken
     taken.displaced = taken.popen is not None
+    if taken.displaced and taken.owed_since_s is not None:
+      self.send(spare, signal.SIGTERM)  # it only boots, and would be refused
     taken.owed_since_s = None
     if taken.start_at_s is not None:
       taken.start_at_s, taken.held = time.monotonic(), False
@@ -337,8 +347,7 @@ class Supervisor:
     fault = process.faults.popleft() if process.faults else None
     if self._ends(process.role) or fault is False:
       return False
-    ended = status == 0 or termination.told(status)
-    if ended and process.role.done_at_zero:
+    if status == 0 and process.role.done_at_zero:
       return False
     if fault:  # injected: says nothing about the role
       return process.role.restarts or self._fail(process, status)

@@ -12,10 +12,11 @@ from typing import Any, Protocol, TypeAlias
 import jax
 import numpy as np
 
+from decoupled import background, faults
 from decoupled.errors import DecoupledError
 from decoupled.learner.copies import Copies, StateCopy
 from decoupled.learner.loop import Trained
-from decoupled.link import background, tree, workers
+from decoupled.link import tree, workers
 from decoupled.types import Leaf, StateHeader
 
 Give: TypeAlias = Callable[[StateHeader, Iterable[np.ndarray]], None]
@@ -65,6 +66,7 @@ class Donor:
     asked = self._link.donation
     if asked is None or asked == self._answered or self._busy:
       return
+    faults.reached("donor.asked")
     self._answered, self._busy = asked, True
     self._next = (asked, self._copies.take(now, self))
     self._worker.put(asked)

@@ -18,6 +18,11 @@ class Phases:
     """The part of that name is over now."""
     self._at[name] = time.monotonic()
 
+  def mark_once(self, name: str) -> None:
+    """As `mark`, unless that part was over before."""
+    if name not in self._at:
+      self.mark(name)
+
   def since(self, started_at: float) -> dict[str, float]:
     """The marks in seconds from a moment of the machine's monotonic clock."""
     return {name: round(at - started_at, 6) for name, at in self._at.items()}

@@ -118,7 +118,7 @@ def take_part(
   Args:
     part: is used up.
     welcome: from `claim`.
-    phases: gets the marks `joined` and `ready`.
+    phases: gets the marks `joined`, `parameters`, `optimizer_state`, `ready`.
     first_step: told after the boundary that follows the first inner step.
 
   Raises:
@@ -140,17 +140,16 @@ def take_part(
   # step: what it grants late, having just begun itself, is waited for here (for
   # the lease in which a new syncer only listens).
   first_unit_by = time.monotonic() + FIRST_S
-  state = state._replace(
-    params=link.begin(
-      state.params,
-      lambda: (
-        search.done()
-        and (
-          claims.ready or not part.speaks or time.monotonic() > first_unit_by
-        )
-      ),
-    )
-  )
+
+  def enough() -> bool:
+    phases.mark_once("parameters")
+    if not search.done():
+      return False
+    phases.mark_once("optimizer_state")
+    given = claims.ready or not part.speaks
+    return given or time.monotonic() > first_unit_by
+
+  state = state._replace(params=link.begin(state.params, enough))
   origin = search.result()
   if origin.opt_state is not None:
     state = state._replace(opt_state=origin.opt_state)

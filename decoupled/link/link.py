@@ -277,11 +277,19 @@ class Link:
 
     if not ready():
       self._wait_for(
-        lambda: self.visit_start(leaves) and ready(),
+        lambda: self._keep_up(leaves) and ready(),
         float("inf"),
         "optimizer state and data to begin with",
       )
     return jax.tree.unflatten(self._treedef, leaves)
+
+  def _keep_up(self, leaves: list[jax.Array]) -> bool:
+    """Adopts what is newer; True as long as there are parameters to train on.
+
+    Not to be behind at one moment is enough: a learner that trains may be, too.
+    """
+    self.visit_start(leaves)
+    return self._boundary.complete
 
   def wake(self) -> None:
     """Whatever waits in this link looks at once; for any thread."""

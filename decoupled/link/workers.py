@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Protocol
 
-from decoupled.link import background
+from decoupled import background
 
 Handler = Callable[[Hashable], None]
 

@@ -7,6 +7,7 @@ descriptor opened for appending, which the kernel does not tear apart.
 
 import dataclasses
 import enum
+import itertools
 import json
 import logging
 import math
@@ -382,6 +383,16 @@ def last_job(events: list[Event]) -> list[Event]:
   """The events since the newest `start` (a resumed run has several)."""
   starts = [i for i, event in enumerate(events) if event["kind"] == "start"]
   return events[starts[-1] :] if starts else events
+
+
+def earlier_jobs(events: list[Event]) -> list[list[Event]]:
+  """The events of each job that the newest one continues, the first first."""
+  starts = [i for i, event in enumerate(events) if event["kind"] == "start"]
+  jobs = [events[a:b] for a, b in itertools.pairwise(starts)]
+  kept = len(jobs)
+  while kept and events[starts[kept]].get("resumed"):
+    kept -= 1
+  return jobs[kept:]
 
 
 def schema_table() -> str:

@@ -10,6 +10,16 @@ _TOKENS_OVER_S = 10.0  # stretch over which tokens per second are taken
 
 
 @dataclasses.dataclass
+class LiveStandby:
+  """What is known of one standby in the pool."""
+
+  state: str
+  why: str
+  since_s: float
+  fingerprint: str
+
+
+@dataclasses.dataclass
 class LiveLearner:
   """What is known of one learner; `alive` between joining and leaving."""
 
@@ -28,6 +38,8 @@ class Live:
 
   def __init__(self) -> None:
     self.learners: dict[int, LiveLearner] = {}
+    self.standbys: dict[str, LiveStandby] = {}
+    self.vacant: dict[int, str] = {}  # why nobody has taken it over yet
     self.phase = "starting"
     self.why = ""
     self.term = 0
@@ -90,6 +102,7 @@ class Live:
     one.alive, one.seen_s = True, t
     one.incarnation = int(event["incarnation"])
     one.hosts = int(event.get("hosts") or 1)
+    self.vacant.pop(int(event["learner"]), None)
     self._note(
       t, f"learner/{event['learner']} joined, incarnation {one.incarnation}"
     )
@@ -115,6 +128,33 @@ class Live:
         f"learner/{event['learner']} left: {why}"
         + (f" ({detail})" if detail and detail != why else ""),
       )
+
+  def _on_standby(self, event: Event, t: float) -> None:
+    name, state = str(event.get("standby")), str(event.get("state"))
+    known = self.standbys.pop(name, None)
+    if state != "gone":
+      since = event.get("since")
+      self.standbys[name] = LiveStandby(
+        state,
+        str(event.get("why") or ""),
+        float(since) if isinstance(since, int | float) else t,
+        str(event.get("fingerprint") or ""),
+      )
+    if state != (known.state if known else ""):
+      why = f": {event.get('why')}" if state == "gone" else ""
+      self._note(t, f"{name} is {state}{why}")
+
+  def _on_decided(self, event: Event, t: float) -> None:
+    learner, standby = int(event["learner"]), event.get("standby")
+    why = str(event.get("why") or "")
+    self.vacant[learner] = f"{standby} takes it over" if standby else why
+    if standby is None:
+      self._note(t, f"learner/{learner} waits for a standby: {why}")
+
+  def _on_promoted(self, event: Event, t: float) -> None:
+    name = str(event.get("standby"))
+    self.standbys.pop(name, None)
+    self._note(t, f"{name} takes over learner/{event['learner']}")
 
   def _on_steps(self, event: Event, t: float) -> None:
     one = self._learner(event)

@@ -2,7 +2,8 @@
 
 Fields and meanings are those of design §7. All times are seconds from the
 job's start on the syncer's clock; `downtime_s` is a duration. Where a log
-holds several jobs of one run (a resumed workdir), the report is of the last.
+holds several jobs of one run (a resumed workdir), the report is of the last;
+what happened in those before it, and was lost of them, is in `earlier_jobs`.
 """
 
 import bisect
@@ -18,7 +19,12 @@ import numpy as np
 
 from decoupled.errors import DecoupledError
 from decoupled.observe import gaps
-from decoupled.observe.events import Event, EventReader, last_job
+from decoupled.observe.events import (
+  Event,
+  EventReader,
+  earlier_jobs,
+  last_job,
+)
 from decoupled.observe.gaps import Span
 
 SCHEMA_VERSION = 1
@@ -47,6 +53,8 @@ class Incarnation:
     source: where its inner optimizer state came from, None if unknown.
     cold: whether it started without a warm process, None if unknown.
     compiles: after the takeover, None if unknown.
+    marks: when the parts of its start were over.
+    taken_over: whether `compiles` is what a standby said of its takeover.
     exit_reason: how it ended, "" while it has not, or nobody knows.
   """
 
@@ -62,6 +70,8 @@ class Incarnation:
   source: str | None = None
   cold: bool | None = None
   compiles: int | None = None
+  marks: dict[str, float] = dataclasses.field(default_factory=dict)
+  taken_over: bool = False
   exit_reason: str = ""
 
   def sort(self) -> None:
@@ -84,6 +94,7 @@ class Learner:
   losses: list[tuple[float, int, float]] = dataclasses.field(
     default_factory=list
   )  # (t, schedule step, loss)
+  decided: list[float] = dataclasses.field(default_factory=list)
 
   def life(self, number: int) -> Incarnation:
     return self.lives.setdefault(number, Incarnation(number))
@@ -161,6 +172,7 @@ class Failure:
   cold: bool | None = None
   compiles: int | None = None
   source: str | None = None
+  phases: dict[str, float | None] = dataclasses.field(default_factory=dict)
   exited: bool = False
 
   @property
@@ -171,9 +183,16 @@ class Failure:
 
 
 class Timeline:
-  """A job's events, sorted into learners, rounds and failures."""
+  """A job's events, sorted into learners, rounds and failures.
 
-  def __init__(self, events: Sequence[Event]):
+  Args:
+    events: of several jobs the last counts.
+    later: of the jobs that continued this one, as far as they tell what was
+      lost of it.
+  """
+
+  def __init__(self, events: Sequence[Event], later: Sequence[Event] = ()):
+    self.later = later
     self.events = sorted(last_job(list(events)), key=lambda e: float(e["t"]))
     self.learners: dict[int, Learner] = {}
     for event in self.events:
@@ -206,6 +225,10 @@ class Timeline:
 
   def _learner_event(self, event: Event) -> None:
     number, incarnation = event.get("learner"), event.get("incarnation")
+    if event["kind"] == "decided" and isinstance(number, int):
+      if event.get("standby") is not None and number in self.learners:
+        self.learners[number].decided.append(float(event["t"]))
+      return
     if not isinstance(number, int) or not isinstance(incarnation, int):
       return
     learner = self.learners.setdefault(number, Learner(number))
@@ -214,13 +237,21 @@ class Timeline:
     match event["kind"]:
       case "join":
         life.joined = t
-        life.cold = event.get("cold")
+        life.cold = event.get("cold", life.cold)
         life.source = event.get("state_source")
         learner.hosts = int(event.get("hosts") or 1)
       case "ready":
         life.ready = t
         life.source = event.get("state_source") or life.source
-        life.compiles = event.get("compiles")
+        life.compiles = _programs(event.get("compiles"), life.compiles)
+        life.marks.update(_marks(event.get("phases")))
+      case "promoted":
+        life.cold = False
+      case "takeover":
+        known = life.compiles if life.taken_over else None
+        life.compiles = max(int(event.get("compiles") or 0), known or 0)
+        life.taken_over = True
+        life.marks.update(_marks(event.get("phases")))
       case "first_step":
         life.first_step = t
       case "leave":
@@ -322,12 +353,44 @@ class Timeline:
     failure.source = heir.source
     failure.compiles = heir.compiles
     failure.cold = heir.cold
+    failure.phases = self._phases(failure, learner, heir)
     if failure.cold is None and joined is not None:
       failure.cold = any(
         _process(str(event.get("role"))) == _process(failure.target)
         and failure.at <= event["t"] <= joined
         for event in self.of("restart")
       )
+
+  def _phases(
+    self, failure: Failure, learner: Learner, heir: Incarnation
+  ) -> dict[str, float | None]:
+    """When each part of a takeover or of a restart was over.
+
+    What a standby had done beforehand was over when it was decided.
+    """
+    since = failure.at if failure.detected is None else failure.detected
+    until = math.inf if heir.joined is None else heir.joined
+    decided = [t for t in learner.decided if since <= t <= until]
+    decided += [
+      float(event["t"])
+      for event in self.of("restart")
+      if event.get("role") == _process(failure.target)
+      and failure.at <= event["t"] <= until
+      and heir.cold is not False
+    ]
+    decision = max(decided, default=None)
+    loaded = heir.marks.get("warm", heir.marks.get("compiled"))
+    if loaded is not None:
+      loaded = max(loaded, since if decision is None else decision)
+    return {
+      "detected_s": failure.detected,
+      "decided_s": decision,
+      "torn_down_s": None,  # of one host only
+      "connected_s": heir.joined,
+      "executable_loaded_s": loaded,
+      "state_received_s": heir.ready,
+      "first_step_s": heir.first_end,
+    }
 
   def _next_fault(self, failure: Failure) -> float:
     """When the target was struck again, or training stopped on purpose."""
@@ -491,7 +554,37 @@ def build(
     "data": _data(line),
     "compiles": _compiles(line),
     "checkpoints": _checkpoints(line),
+    "earlier_jobs": _earlier(list(events)),
   }
+
+
+def _earlier(events: list[Event]) -> list[dict[str, Any]]:
+  """Of each job that this one continues: how it ended, what became of it.
+
+  A job that was killed as a whole has said nothing at its end. Which of its
+  rounds are lost is known by what the next one restored.
+  """
+  jobs = earlier_jobs(events)
+  restores = [
+    [e for e in job if e["kind"] == "checkpoint"]
+    for job in [*jobs, last_job(events)]
+  ]
+  found = []
+  for i, job in enumerate(jobs):
+    line = Timeline(job, [e for later in restores[i + 1 :] for e in later])
+    end = line.last("end")
+    found.append(
+      {
+        "status": end.get("status") or "interrupted",
+        "exit_reason": end.get("reason") or "",
+        "wall_s": round(line.end, 3),
+        "tokens_total": _whole(sum(x.tokens for x in line.learners.values())),
+        "discarded": {c: _whole(n) for c, n in _discarded(line).items()},
+        "rounds": _rounds(line),
+        "failures": [_failure(failure, line) for failure in line.failures],
+      }
+    )
+  return found
 
 
 def write(
@@ -646,7 +739,7 @@ def _repeated(line: Timeline) -> list[Event]:
     closed.setdefault(r["term"], []).append(r)
   restores = {
     int(e["term"]): e
-    for e in line.of("checkpoint")
+    for e in [*line.of("checkpoint"), *line.later]
     if e.get("what") == "restore" and "term" in e and "cut_by" in e
   }
   lost: dict[int, Event] = {}
@@ -691,6 +784,7 @@ def _failure(failure: Failure, line: Timeline) -> dict[str, Any]:
     "cold": failure.cold,
     "compiles_after_takeover": failure.compiles,
     "state_source": failure.source,
+    "phases": _rounded(failure.phases) or None,
     "survivors": line.survivors(failure.target, failure.window),
   }
 
@@ -800,6 +894,20 @@ def _number(value: object) -> float | None:
   if isinstance(value, bool) or not isinstance(value, int | float):
     return None
   return float(value) if math.isfinite(value) else None
+
+
+def _programs(said: object, known: int | None) -> int | None:
+  """Programs compiled or loaded, of `{"hits", "misses"}`."""
+  if not isinstance(said, dict):
+    return known
+  return sum(int(_number(said.get(k)) or 0) for k in ("hits", "misses"))
+
+
+def _marks(said: object) -> dict[str, float]:
+  if not isinstance(said, dict):
+    return {}
+  found = {str(name): _number(t) for name, t in said.items()}
+  return {name: t for name, t in found.items() if t is not None}
 
 
 def _mean(values: Iterable[float]) -> float | None:

@@ -33,6 +33,17 @@ def status_lines(workdir: str | os.PathLike[str]) -> list[str]:
     f"  learner/{id}: {_learner(one, live.now_s)}"
     for id, one in sorted(live.learners.items())
   ]
+  lines += [
+    f"  {name}: {one.state}"
+    + (f" ({one.why})" if one.why else "")
+    + f" since {max(0.0, live.now_s - one.since_s):.1f} s"
+    + (f", fingerprint {one.fingerprint}" if one.fingerprint else "")
+    for name, one in sorted(live.standbys.items())
+  ]
+  lines += [
+    f"  learner/{id} is vacant: {why}"
+    for id, why in sorted(live.vacant.items())
+  ]
   if reader.skipped:
     lines.append(f"  {reader.skipped} lines of {path} could not be read")
   return lines

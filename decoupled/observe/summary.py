@@ -48,11 +48,15 @@ def failure_line(failure: Mapping[str, Any]) -> str:
   }.get(failure["kind"], failure["kind"])
   text = f"{failure['target']} {struck} at {failure['at_s']:.1f} s"
   if failure["downtime_s"] is None:
+    if failure["target"].startswith("standby/"):
+      return text
     never = failure["kind"] == "partition" and failure["detected_s"] is None
     return text + (", went on" if never else ", did not come back")
+  warm = failure["cold"] is False and failure.get("phases")
+  taken = ", a standby took over" if warm else ""
   return (
     f"{text}, back at {failure['first_step_s']:.1f} s "
-    f"(down {failure['downtime_s']:.1f} s)"
+    f"(down {failure['downtime_s']:.1f} s{taken})"
   )
 
 

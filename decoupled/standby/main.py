@@ -5,12 +5,16 @@ whatever a takeover does. While it waits it follows the global fragments on the
 host, so that a takeover fetches only what is newer. It ends with the run.
 """
 
+import contextlib
 import logging
+import os
+import threading
 import time
+from collections.abc import Iterator
 
 from decoupled import faults
 from decoupled.config import Config
-from decoupled.errors import Refused, Unreachable
+from decoupled.errors import DecoupledError, Refused, Unreachable
 from decoupled.launch import affinity, folders
 from decoupled.launch.options import LearnerOptions, StandbyOptions
 from decoupled.launch.termination import Termination
@@ -28,6 +32,7 @@ from decoupled.types import (
   RunContract,
   Standing,
   Version,
+  Welcome,
 )
 from decoupled.wire.pool import PoolStream
 
@@ -69,13 +74,15 @@ class _Standby:
     self._manifest: Manifest | None = None
     self._followed: dict[int, MergedFragment] = {}
     self._declined = 0
+    self._programs = 0  # compiled or loaded when it was promoted
     self._said_at = 0.0
 
   def run(self) -> int:
     self._end.goodbye = self._wire.leave
     while True:
       try:
-        return self._wait()
+        welcome = self._wait()
+        break
       except Unreachable as error:
         self._say_lost(error)
       except Refused as error:
@@ -86,6 +93,7 @@ class _Standby:
           raise
         _LOG.warning("%s; entering it again", error)
       time.sleep(_AGAIN_S)
+    return 0 if welcome is None else self._play(welcome)
 
   def _say_lost(self, error: Unreachable) -> None:
     now = time.monotonic()
@@ -95,8 +103,9 @@ class _Standby:
 
   # --- warm-up ---------------------------------------------------------------
 
-  def _wait(self) -> int:
-    """In the pool, from entering it to the end of the run, or of a role."""
+  def _wait(self) -> Welcome | None:
+    """In the pool, until an id is claimed; None: until the run has ended."""
+    self._declined = 0  # another syncer counts anew
     asked = self._wire.contract(joining.holder())
     config, options = joining.adopt(self._config, self._options, asked)
     agreed = joining.agreed(config, options.seed or 0)
@@ -106,11 +115,35 @@ class _Standby:
     pool = self._wire.pool(self._standing(self._missing()))
     try:
       if self._part is None:
-        self._prepare(config, options, asked)
+        with self._unless_ended(pool):
+          self._part = self._prepare(config, options, asked)
+      if self._manifest is None:
+        # the run may have got its first learner meanwhile
+        self._warm(self._part, self._wire.contract(joining.holder()))
         pool.say(self._standing(self._missing()))
       return self._in_pool(pool)
     finally:
       pool.close()
+
+  @contextlib.contextmanager
+  def _unless_ended(self, pool: PoolStream) -> Iterator[None]:
+    """Ends the process with the run, also while its main thread compiles."""
+    over = threading.Event()
+
+    def watch() -> None:
+      word: PoolWord | None = None
+      with contextlib.suppress(DecoupledError):
+        while not over.is_set():
+          word = pool.wait(word, _LOOK_S)
+          if word and word.phase is Phase.ENDED and not over.is_set():
+            print(f"run {word.run_id} has ended", flush=True)
+            os._exit(0)  # there is nothing to lose
+
+    threading.Thread(target=watch, name="pool-watch", daemon=True).start()
+    try:
+      yield
+    finally:
+      over.set()
 
   def _forget(self) -> None:
     """Another run, or another contract: all is made anew."""
@@ -119,11 +152,11 @@ class _Standby:
 
   def _prepare(
     self, config: Config, options: LearnerOptions, asked: RunContract
-  ) -> None:
+  ) -> Part:
     prepared = program.prepare(config, options, asked)
     self._phases.mark("compiled")
     shadow.run(prepared)
-    self._part = taking_part.assemble(
+    return taking_part.assemble(
       prepared, self._wire, prepared.initial(), self._end
     )
 
@@ -159,24 +192,25 @@ class _Standby:
 
   # --- waiting ---------------------------------------------------------------
 
-  def _in_pool(self, pool: PoolStream) -> int:
-    part, word, look_at = self._part, None, 0.0
+  def _in_pool(self, pool: PoolStream) -> Welcome | None:
+    part, look_at = self._part, 0.0
     assert part is not None
+    word: PoolWord | None = None
     stale: list[int] = []
     while True:
       word = pool.wait(word, 0.0 if stale else _LOOK_S)
       if word is None:
         continue
       if word.phase is Phase.ENDED:
-        print(f"run {word.run_id} has ended; it was not needed")
-        return 0
+        print(f"run {word.run_id} has ended; {self._options.name} ends, too")
+        return None
       if self._manifest is None and word.versions:
         self._warm(part, self._wire.contract(joining.holder()))
         pool.say(self._standing(self._missing()))
       if word.offer is not None and word.offer.number > self._declined:
-        status = self._take_over(part, word.offer)
-        if status is not None:
-          return status
+        welcome = self._claim(part, word.offer)
+        if welcome is not None:
+          return welcome
         pool.say(self._standing(self._missing()))
       now = time.monotonic()
       if not stale and now >= look_at:
@@ -215,12 +249,11 @@ class _Standby:
 
   # --- a role ----------------------------------------------------------------
 
-  def _take_over(self, part: Part, offer: Offer) -> int | None:
-    """Claims the id and plays the role; None where it is somebody else's."""
-    phases, compiles = self._phases, part.program.compiles
-    phases.mark("promoted")
+  def _claim(self, part: Part, offer: Offer) -> Welcome | None:
+    """Claims the id; None where it is somebody else's by now."""
+    self._phases.mark("promoted")
     faults.reached("standby.offered")
-    programs = compiles.programs
+    self._programs = part.program.compiles.programs
     part.link.hold(self._followed.values())
     try:
       welcome = taking_part.claim(part, offer.learner_id)
@@ -232,19 +265,35 @@ class _Standby:
       return None
     self._followed.clear()
     faults.reached("standby.claimed")
+    return welcome
+
+  def _play(self, welcome: Welcome) -> int:
+    """The learner's part, to its end; says what was compiled meanwhile."""
+    part, phases = self._part, self._phases
+    assert part is not None
+    compiles, programs = part.program.compiles, self._programs
     started_at = self._options.started_at or 0.0
     log = taking_part.log_of(self._options)
+    said = 0
 
-    def first_step() -> None:
-      phases.mark("first_step")
+    def tell() -> None:
+      nonlocal said
+      said = compiles.programs - programs
       log.emit(
         "takeover",
         learner=welcome.learner_id,
         incarnation=welcome.incarnation,
         standby=self._options.name,
-        compiles=compiles.programs - programs,
+        compiles=said,
         phases=phases.since(started_at),
       )
       log.close()
 
-    return taking_part.take_part(part, welcome, phases, first_step)
+    def first_step() -> None:
+      phases.mark("first_step")
+      tell()
+
+    status = taking_part.take_part(part, welcome, phases, first_step)
+    if compiles.programs - programs > said:
+      tell()
+    return status

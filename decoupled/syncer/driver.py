@@ -61,6 +61,8 @@ class RoundsLike(Protocol[JobT]):
   @property
   def ended(self) -> bool: ...
   @property
+  def handed_over(self) -> bool: ...
+  @property
   def manifest(self) -> Manifest: ...
   def hello(self, now: float, hello: Hello) -> Welcome: ...
   def disconnected(
@@ -89,6 +91,7 @@ class RoundsLike(Protocol[JobT]):
   def next_merge(self) -> JobT | None: ...
   def merged(self, now: float, job: JobT) -> None: ...
   def drain(self, now: float, why: str, limit_s: float = math.inf) -> None: ...
+  def hand_over(self, now: float, limit_s: float = math.inf) -> None: ...
 
 
 class Driver(Generic[JobT]):
@@ -136,13 +139,13 @@ class Driver(Generic[JobT]):
       self._wake.set()
 
   async def run(self) -> None:
-    """Keeps time until the run has ended.
+    """Keeps time until the run has ended, or is a successor's.
 
     Raises:
       Exception: whatever a merge raised; the run cannot go on after it.
     """
     try:
-      while not self.rounds.ended:
+      while not (self.rounds.ended or self.rounds.handed_over):
         self._wake.clear()
         self._guard()
         if self.rounds.wake_at(self._ticked) <= self.now():

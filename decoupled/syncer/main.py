@@ -3,7 +3,9 @@
 The term is on disk before anything is read or served, so that no other syncer
 uses it, however soon this one dies. At the end the order matters, too: the run
 has ended (every live learner holds the final versions) before the final
-snapshot is cut, and the process exits only once that is committed.
+snapshot is cut, and the process exits only once that is committed. One that is
+told to end before that hands the run over: it stops merging, so that nobody
+holds more than its last snapshot has, and a successor goes on from there.
 """
 
 import asyncio
@@ -175,18 +177,19 @@ def _run(
     bytes_down=traffic.bytes_down,
     codec=config.exchange.codec,
   )
-  faults.reached("syncer.ended")
+  faults.reached("syncer.ended" if rounds.ended else "syncer.handing_over")
   outcome = "nothing_to_save"
   if tape is not None:
     tape.close()
   if rounds.model is not None and rounds.has_history:
     saved = snapshots.save(end.left_s)
     outcome = "saved" if saved else "not_saved"
-  cut_short = end.requested.is_set() and rounds.drain_why == end.why
-  end.ended(outcome if cut_short else "ended")
+  if rounds.ended and outcome == "saved":
+    outcome = "ended"
+  end.ended(outcome)
   metrics.close()
   log.close()
-  return end.status if cut_short else 0
+  return 0 if rounds.ended else end.status
 
 
 async def _while_leased(
@@ -225,16 +228,16 @@ def _run_id(
   lease: Lease,
   options: SyncerOptions,
 ) -> str:
-  """Of the snapshot; without one, of the syncer that died before it saved.
+  """Of the snapshot; without one, of the syncer that had nothing saved.
 
   Its learners may still be there, and hold what has been trained.
   """
   if snapshot is not None:
     return snapshot.run_id
   before = lease.before
-  if before is None or before.released or options.resume == "never":
+  if before is None or options.resume == "never":
     return uuid.uuid4().hex[:12]
-  if before.run_id:
+  if before.run_id and not before.released:
     _LOG.warning(
       "%s died under term %d before it had saved anything: run %s goes on "
       "from what its learners hold, and begins anew if none of them is left",
@@ -246,15 +249,15 @@ def _run_id(
 def _started(
   options: SyncerOptions, address: Address, service: Service, end: Termination
 ) -> None:
-  """Publishes the real address and lets SIGTERM end the run in order."""
+  """Publishes the real address and lets SIGTERM hand the run over."""
   loop = asyncio.get_running_loop()
 
-  def drain() -> None:
+  def hand_over() -> None:
     limit_s = _DRAIN_SHARE * end.grace_s
     with contextlib.suppress(RuntimeError):  # closed: the run has ended already
-      loop.call_soon_threadsafe(lambda: service.drain(end.why, limit_s))
+      loop.call_soon_threadsafe(lambda: service.hand_over(limit_s))
 
-  end.on_request = drain
+  end.on_request = hand_over
   end.something_to_lose()
   publish_address(options.workdir / "syncer.address", reachable(address))
   affinity.release()

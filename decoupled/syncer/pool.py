@@ -97,6 +97,7 @@ class Pool:
     self._offers = itertools.count(1)
     self._standbys: dict[int, Standby] = {}
     self._vacant: dict[int, Vacancy] = {}
+    self._any = False  # a run that has never had a standby decides nothing
     self._programs: dict[int, Lines] = {}
     # per learner the incarnation that a standby has succeeded
     self._replaced: dict[int, int] = {}
@@ -112,6 +113,7 @@ class Pool:
     """A standby has opened its stream; returns the number that it goes by."""
     standby = Standby(next(self._numbers), standing, now, now)
     self._standbys[standby.number] = standby
+    self._any = True
     self._say(now, standby)
     self.tick(now)
     return standby.number
@@ -242,6 +244,13 @@ class Pool:
       v.learner_id for v in self._vacant.values() if v.standby is not None
     }
 
+  def owes(self, now: float) -> bool:
+    """Whether the end of a run waits for a standby that is about to claim."""
+    return any(
+      v.standby is not None and now < v.since + self._limits.restart_s
+      for v in self._vacant.values()
+    )
+
   def vacancies(self, now: float) -> tuple[str, ...]:
     """A sentence for each id that has no learner."""
     return tuple(
@@ -292,7 +301,8 @@ class Pool:
       note = self._nobody(free, vacancy)
       if note != vacancy.note:
         vacancy.note = note
-        self._decide(vacancy, None, note)
+        if self._any:
+          self._decide(vacancy, None, note)
       return
     chosen = min(fit, key=lambda s: (s.since, s.number))
     chosen.offer = Offer(next(self._offers), vacancy.learner_id)

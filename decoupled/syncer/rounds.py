@@ -62,6 +62,8 @@ from decoupled.types import (
 )
 from decoupled.wire.codecs import Payload
 
+_DONE = "the rounds or tokens asked for are done"
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -142,6 +144,8 @@ class Rounds:
     self._seeder: int | None = None
     self._started_at: float | None = None
     self.drain_why = ""
+    self._leaving = False
+    self.handed_over = False  # to a successor: nothing is merged any more
     self._drain_s = limits.drain_s
     self._drain_by = math.inf
     self._ends_by = math.inf
@@ -725,6 +729,8 @@ class Rounds:
     return min(later, default=math.inf)
 
   def _advance(self, now: float) -> None:
+    if self.handed_over:
+      return
     self.donors.tick(now)
     self.pool.tick(now)
     self._start(now)
@@ -832,7 +838,7 @@ class Rounds:
 
   def _open_rounds(self, now: float) -> None:
     """Opens the rounds that are due (design 4.1)."""
-    if self.phase is not Phase.TRAINING or self.drain_why:
+    if self.phase is not Phase.TRAINING or self.drain_why or self._leaving:
       return
     assert self.model is not None
     policy = self._exchange
@@ -906,7 +912,7 @@ class Rounds:
 
   def _close(self, now: float) -> None:
     for r in list(self._open.values()):
-      if r.merging:
+      if r.merging or (self._leaving and not self.drain_why):
         continue
       if r.counted:
         self._close_round(now, r)
@@ -1063,6 +1069,8 @@ class Rounds:
       why: for the log; the first reason counts.
       limit_s: for all of it; also shortens a drain that is under way.
     """
+    if self.handed_over:
+      return  # its successor has to be asked
     self._drain_s = min(self._drain_s, limit_s / 3)
     self._drain_by = min(self._drain_by, now + self._drain_s)
     if self.phase is Phase.DRAINING:
@@ -1074,10 +1082,29 @@ class Rounds:
     self._advance(now)
     self._changed()
 
+  def hand_over(self, now: float, limit_s: float = math.inf) -> None:
+    """Stops merging, so that a successor can go on from here.
+
+    Merges under way are committed, since learners may have been told that
+    their copies are in; no round is opened or closed any more. A run that is
+    at its end is brought to it instead: its learners wait for nothing else.
+
+    Args:
+      now: the time.
+      limit_s: for a drain, as in `drain`.
+    """
+    if self.drain_why or (self._target_reached() and not self._open):
+      self.drain(now, _DONE, limit_s)
+      return
+    self._leaving = True
+    self._drain_s = min(self._drain_s, limit_s / 3)  # should one begin yet
+    self._advance(now)
+
   def _end(self, now: float) -> None:
     if self.phase is Phase.TRAINING:
-      if self._target_reached() and not self._open and not self._owes(now):
-        self.drain(now, "the rounds or tokens asked for are done")
+      done = self._target_reached() and not self._open
+      if done and (self._leaving or not self._owes(now)):
+        self.drain(now, _DONE)
       out_of_data = self.units.ledger.finished
       if out_of_data:  # nobody steps any more: no open round is waited for
         self.drain(now, "the data is at its end")
@@ -1101,6 +1128,8 @@ class Rounds:
       if not behind or now >= self._ends_by:
         self._enter(Phase.ENDED, self.drain_why)
         self._drain_by = self._ends_by = math.inf
+    merging = any(r.merging for r in self._open.values())
+    self.handed_over = self._leaving and not self.drain_why and not merging
 
   def _owes(self, now: float) -> bool:
     """Whether a restarting learner is still waited for before the end."""
@@ -1112,7 +1141,7 @@ class Rounds:
       and m.incarnation > 1
       and now < m.joined_at + self._limits.restart_s
     ]
-    return bool(owed or joining or self.pool.reserved)
+    return bool(owed or joining or self.pool.owes(now))
 
   def _begin_drain(self, now: float) -> None:
     """Opens one uncounted round per fragment; learners stop stepping."""
@@ -1151,6 +1180,7 @@ class Rounds:
 
   @property
   def ended(self) -> bool:
+    """Whether the run has ended."""
     return self.phase is Phase.ENDED
 
 

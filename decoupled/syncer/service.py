@@ -131,11 +131,15 @@ class Service:
   async def finished(self) -> None:
     """Returns when the run has ended and the learners have heard of it.
 
+    Or when it is left to a successor, whom they look for once this one is gone.
+
     Raises:
       Exception: what a merge raised; merging is over.
     """
     assert self._running is not None
     await self._running
+    if self._driver.rounds.handed_over:
+      return
     with contextlib.suppress(TimeoutError):
       async with asyncio.timeout(self._linger_s):
         await self._membership.all_gone()
@@ -148,15 +152,15 @@ class Service:
     await self._server.stop(grace_s)
     self._store.close()
 
-  def drain(self, why: str, limit_s: float = math.inf) -> None:
-    """Ends the run in order; to be called on this loop.
+  def hand_over(self, limit_s: float = math.inf) -> None:
+    """Leaves the run to a successor; to be called on this loop.
 
     Args:
-      why: for the log.
-      limit_s: for the drain, and half as long again for its announcement.
+      limit_s: where the run is at its end: for that, and half as long again
+        for its announcement.
     """
     self._linger_s = min(self._linger_s, limit_s / 2)
-    self._driver.call(self._driver.rounds.drain, why, limit_s)
+    self._driver.call(self._driver.rounds.hand_over, limit_s)
 
   def status(self) -> JobStatus:
     return self._membership.status()

@@ -15,7 +15,9 @@ class Limits:
   to be dead before anybody gives up on it.
 
   Attributes:
-    lease_s: silence after which a learner's claim of its id lapses.
+    lease_s: silence after which a learner's claim of its id lapses, or a
+      standby is no longer in the pool; also how long a standby may take to
+      claim the id that it is offered.
     heartbeat_s: how often a learner shows that it lives.
     start_s: how long an empty syncer waits for the expected learners before
       it goes on with those that are there.
@@ -25,8 +27,8 @@ class Limits:
     restart_s: how long the end of a run waits for a restart that is owed.
     grace_s: how long a process that is told to end (SIGTERM) may take for
       everything: a learner to finish its step, to save and to say goodbye, a
-      syncer to drain and to save. Choose it below what the machine gives, and
-      above a step and a save.
+      syncer to hand over and to save. Choose it below what the machine gives,
+      and above a step and a save.
   """
 
   lease_s: float = 5.0

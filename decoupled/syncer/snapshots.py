@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
+from decoupled import background
 from decoupled.algorithm import outer as outer_lib
 from decoupled.algorithm.policy import Outer
 from decoupled.checkpoint import syncer_store
@@ -94,7 +95,8 @@ def go_on(rounds: Rounds, snapshot: GlobalSnapshot, outer: Outer) -> None:
 class Snapshots:
   """An event sink that saves the run as its rounds close.
 
-  Version 0 is saved when it is complete, then whatever the intervals ask for,
+  Version 0 is saved when it is complete, the young run at growing distances,
+  then whatever the intervals ask for,
   and once more when the last round has closed, before learners are let go. At
   most one save is under way and one waits; a cut that would have to wait
   behind that one takes its place.
@@ -136,12 +138,14 @@ class Snapshots:
     self._last_rounds = rounds.rounds_closed
     self._last_s = clock.now()
     self._version0 = rounds.has_history
+    self._began_s: float | None = None  # with version 0, not with a restore
 
   def emit(self, kind: str, **fields: object) -> None:
     """Acts on the events of `rounds`, which are told where they happen."""
     if kind == "phase" and fields["phase"] == "training":
       if not self._version0:
         self._version0 = True
+        self._began_s = self._clock.now()
         self._begin()
     elif kind == "phase" and fields["phase"] == "draining":
       if self._rounds.rounds_closed != self._last_rounds:
@@ -153,10 +157,13 @@ class Snapshots:
     """Whether an interval is over; never while the last save is under way."""
     if self._running:
       return False
-    return self._settings.due(
-      self._rounds.rounds_closed - self._last_rounds,
-      self._clock.now() - self._last_s,
-    )
+    rounds = self._rounds.rounds_closed - self._last_rounds
+    seconds = self._clock.now() - self._last_s
+    if self._began_s is not None and self._settings.due_early(
+      seconds, self._last_s - self._began_s
+    ):
+      return True
+    return self._settings.due(rounds, seconds)
 
   def save(self, limit_s: float | None = None) -> bool:
     """Saves the state as it is now, after whatever is under way.
@@ -240,4 +247,10 @@ class Snapshots:
 
 
 def _on_a_thread(work: Work) -> None:
-  threading.Thread(target=work, name="snapshot", daemon=True).start()
+  """It gives way to merges here, and to learners on the same machine."""
+
+  def beside() -> None:
+    background.give_way()
+    work()
+
+  threading.Thread(target=beside, name="snapshot", daemon=True).start()

@@ -522,7 +522,7 @@ class AdminClient:
 
 
 def failure(
-  error: grpc.RpcError, address: Address, limit_s: float
+  error: grpc.RpcError, address: Address, limit_s: float, who: str = "syncer"
 ) -> DecoupledError:
   """What a failed call means to the learner and to whoever reads the log."""
   code, details = error.code(), error.details() or ""
@@ -532,7 +532,7 @@ def failure(
   if code is grpc.StatusCode.UNAUTHENTICATED:
     return Refused(
       "unauthenticated",
-      f"the syncer at {address} does not accept this run token: use the token "
+      f"the {who} at {address} does not accept this run token: use the token "
       "file of its run (--token_file)",
     )
   if code is grpc.StatusCode.UNIMPLEMENTED:
@@ -542,15 +542,15 @@ def failure(
       "address, and install the same release on both sides",
     )
   if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-    return Unreachable(_no_answer(address, limit_s))
+    return Unreachable(_no_answer(address, limit_s, who))
   return Unreachable(
-    f"the syncer at {address} cannot be reached ({details or code.name})"
+    f"the {who} at {address} cannot be reached ({details or code.name})"
   )
 
 
-def _no_answer(address: Address, limit_s: float) -> str:
+def _no_answer(address: Address, limit_s: float, who: str = "syncer") -> str:
   return (
-    f"no syncer answered at {address} within {limit_s:g} s: is it running, "
+    f"no {who} answered at {address} within {limit_s:g} s: is it running, "
     "and is the address right?"
   )
 

@@ -6,13 +6,12 @@ from typing import Any
 
 import grpc
 
-from decoupled.errors import DecoupledError, Refused
+from decoupled.errors import DecoupledError, Refused, Unreachable
 from decoupled.types import PoolWord, Standing
 from decoupled.wire import messages
 from decoupled.wire.proto.decoupled.v1 import pool_pb2 as pb
 
 _FIRST_BEAT_S = 1.0  # until the syncer has said how often
-_JOIN_S = 2.0
 
 
 class PoolStream:
@@ -39,10 +38,7 @@ class PoolStream:
     self._word: PoolWord | None = None
     self._error: DecoupledError | None = None
     self._call = open_call(self._outgoing())
-    self._reader = threading.Thread(
-      target=self._read, name="pool-reader", daemon=True
-    )
-    self._reader.start()
+    threading.Thread(target=self._read, name="pool-reader", daemon=True).start()
 
   def say(self, standing: Standing) -> None:
     """Replaces what was said; goes out at once."""
@@ -73,7 +69,6 @@ class PoolStream:
       self._closed = True
       self._changed.notify_all()
     self._call.cancel()
-    self._reader.join(_JOIN_S)
 
   def _outgoing(self) -> Iterator[pb.Standing]:
     while True:
@@ -88,7 +83,7 @@ class PoolStream:
       yield messages.standing_to(standing)
 
   def _read(self) -> None:
-    error: DecoupledError = Refused("ended", "the syncer closed the pool")
+    error: DecoupledError = Unreachable("the syncer closed the pool's stream")
     try:
       for message in self._call:
         word = messages.pool_word_from(message)

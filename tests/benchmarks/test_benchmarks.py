@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.run.processes import environment
+from tests.run.processes import environment, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,6 +30,36 @@ def smoke_lines(name: str, limit_s: float = 240) -> list[dict[str, Any]]:
   )
   assert done.returncode == 0, done.stderr[-2000:]
   return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.benchmark
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_benchmark_that_is_killed_leaves_no_job_behind(
+  tmp_path: Path,
+) -> None:
+  benchmark = subprocess.Popen(
+    [sys.executable, "-c", "import jobs; jobs.run('--rounds=1000000')"],
+    cwd=ROOT / "benchmarks",
+    env={**environment(), "TMPDIR": str(tmp_path)},
+    stderr=subprocess.DEVNULL,
+  )
+  tree = Path(f"/proc/{benchmark.pid}/task/{benchmark.pid}/children")
+
+  def dead(pid: int) -> bool:
+    try:
+      state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+      return True
+    return state[0] == "Z"
+
+  try:
+    # the runner has locked its workdir: it is past its first lines
+    until(lambda: bool(list(tmp_path.glob("*/job/logs"))), "the job", 120)
+    (runner,) = map(int, tree.read_text().split())
+  finally:
+    benchmark.kill()
+    benchmark.wait(10)
+  until(lambda: dead(runner), "the job's end", 30)
 
 
 @pytest.mark.benchmark

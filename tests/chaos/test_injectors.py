@@ -45,6 +45,9 @@ class Sleeper:
     os.kill(self.popen.pid, number)
     return True
 
+  def resume(self, pid):
+    os.kill(pid, signal.SIGCONT)
+
   def expect_fault(self, role, restart):
     self.expected.append((role, restart))
 

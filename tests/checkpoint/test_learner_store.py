@@ -55,10 +55,12 @@ def _equal(one, other):
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_saved_on_8_devices_restored_on_fewer(tmp_path, devices):
+@pytest.mark.parametrize(
+  ("before", "devices"), [(8, 1), (8, 2), (8, 4), (1, 1), (1, 4)]
+)
+def test_saved_on_some_devices_restored_on_others(tmp_path, before, devices):
   assert len(jax.devices()) >= 8
-  tree = _tree(_mesh(8))
+  tree = _tree(_mesh(before))
   learner_store.save_learner(tmp_path, 1, 40, tree, META)
   mesh = _mesh(devices)
   with jax.set_mesh(mesh):

@@ -195,6 +195,30 @@ def test_status_0_may_mean_that_the_job_is_done(supervisor, role):
   until(supervisor, lambda: supervisor.finished("syncer") == 0, "done")
 
 
+def test_who_was_told_to_end_and_has_not_done_the_job_comes_back(
+  supervisor, role
+):
+  code = (
+    "import signal, sys, time; "
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+    "print('up', flush=True); time.sleep(600)"
+  )
+  syncer = dataclasses.replace(role("syncer", code), done_at_zero=True)
+  supervisor.start(syncer)
+  first = supervisor.pid("syncer")
+  assert supervisor.booting() == ("syncer",)
+  supervisor.ready("syncer")
+  assert supervisor.booting() == ()
+  until(supervisor, lambda: up(syncer), "up")
+  supervisor.send("syncer", signal.SIGTERM)
+  until(
+    supervisor,
+    lambda: supervisor.pid("syncer") not in (None, first),
+    "restarted",
+  )
+  assert supervisor.booting() == ("syncer",)
+
+
 def test_at_the_end_only_who_is_needed_for_it_is_restarted(
   supervisor, role, log
 ):
@@ -421,6 +445,84 @@ def test_the_cause_is_the_last_line_that_reads_like_an_error(tmp_path):
     file.write("KeyError: 'new'\n")
   assert last_error(log) == "KeyError: 'new'"
   assert last_error(log, start) == "KeyError: 'new'"
+
+
+def test_a_spare_takes_a_part_and_the_dead_one_becomes_the_spare(
+  supervisor, role, log
+):
+  learner = dataclasses.replace(role("learner/0", FOREVER), held_s=600.0)
+  spare = dataclasses.replace(role("standby/0", FOREVER), spare=True)
+  for each in (learner, spare):
+    supervisor.start(each)
+    until(supervisor, lambda each=each: up(each), "up")
+    supervisor.ready(each.name)
+  warm = supervisor.pid("standby/0")
+  supervisor.expect_fault("learner/0", restart=True)
+  supervisor.send("learner/0", signal.SIGKILL)
+  until(supervisor, lambda: supervisor.owed(), "the restart to be owed")
+  # its restart waits for the word that somebody else takes its part
+  assert supervisor.pid("learner/0") is None
+  supervisor.swap("learner/0", "standby/0")
+  assert supervisor.pid("learner/0") == warm
+  assert supervisor.owed() == {}
+  until(supervisor, lambda: supervisor.pid("standby/0"), "the new standby")
+  assert [e["role"] for e in kinds(log, "restart")] == ["standby/0"]
+  # who has taken the part is struck under that name, and starts again as that
+  supervisor.expect_fault("learner/0", restart=True)
+  supervisor.send("learner/0", signal.SIGKILL)
+  until(supervisor, lambda: "learner/0" in supervisor.owed(), "its exit")
+  assert gone(warm)
+  supervisor.release("learner/0")
+  until(supervisor, lambda: supervisor.pid("learner/0"), "the restart")
+  until(
+    supervisor,
+    lambda: learner.log.read_text().count("up") == 2,
+    "it to be started as the learner",
+  )
+
+
+def test_norestart_and_a_swap_leave_no_spare_behind(supervisor, role):
+  supervisor.start(role("learner/0", FOREVER))
+  spare = dataclasses.replace(role("standby/0", FOREVER), spare=True)
+  supervisor.start(spare)
+  supervisor.expect_fault("learner/0", restart=False)
+  supervisor.send("learner/0", signal.SIGKILL)
+  until(supervisor, lambda: supervisor.finished("learner/0"), "its end")
+  supervisor.swap("learner/0", "standby/0")
+  assert supervisor.running() == ("learner/0",)
+  assert supervisor.finished("standby/0") == -signal.SIGKILL
+  assert supervisor.finished("learner/0") is None
+
+
+def test_one_that_froze_and_lost_its_part_is_continued_and_comes_back(
+  supervisor, role, log
+):
+  supervisor.start(role("learner/0", FOREVER))
+  spare = dataclasses.replace(role("standby/0", FOREVER), spare=True)
+  supervisor.start(spare)
+  frozen = supervisor.pid("learner/0")
+  supervisor.ready("learner/0")
+  supervisor.send("learner/0", signal.SIGSTOP)
+  supervisor.swap("learner/0", "standby/0")
+  assert supervisor.pid("standby/0") == frozen
+  supervisor.resume(frozen)
+  os.kill(frozen, signal.SIGTERM)
+  until(
+    supervisor,
+    lambda: supervisor.pid("standby/0") not in (None, frozen),
+    "it to come back as a standby",
+  )
+  [exited] = kinds(log, "exit")
+  assert (exited["role"], exited["planned"]) == ("standby/0", True)
+
+
+def test_a_spare_that_cannot_start_does_not_end_the_job(supervisor, role):
+  spare = dataclasses.replace(
+    role("standby/0", "import sys; sys.exit(3)"), spare=True
+  )
+  supervisor.start(spare)
+  until(supervisor, lambda: supervisor.finished("standby/0"), "its end")
+  assert supervisor.finished("standby/0") == 3
 
 
 IN_ORDER = """

@@ -41,7 +41,7 @@ def saving(made, store, start=at_once, **settings):
   snapshots = Snapshots(
     made.rounds,
     str(store),
-    Checkpoint(**{"least_s": 0.0, **settings}),
+    Checkpoint(**{"least_s": 0.0, "first_s": 0.0, **settings}),
     made.events,
     made.clock,
     start=start,

@@ -370,6 +370,60 @@ def test_a_drain_under_way_can_be_shortened():
   assert now_ <= now + 6.0
 
 
+def merging(rounds=0):
+  """A run with a merge under way."""
+  made, [hand] = training(rounds=rounds)
+  header = hand.header(1, 0)
+  hand.report(1.0, 1, [header])
+  hand.send(1.0, header)
+  job = made.next_merge()
+  job.run()
+  return made, hand, job
+
+
+def test_a_syncer_that_hands_over_finishes_its_merge_and_begins_no_other():
+  made, hand, job = merging()
+  made.hand_over(1.0, 6.0)
+  assert not made.handed_over
+  made.merged(1.1, job)
+  assert made.handed_over
+  assert made.rounds_closed == 1
+  # whatever comes now is its successor's
+  hand.versions = made.model.versions
+  hand.report(2.0, 2)
+  made.tick(3.0)
+  made.drain(3.0, "asked for")
+  assert (made.phase, made.drain_why) == (Phase.TRAINING, "")
+  assert made.next_merge() is None
+  assert hand.announced(3.0).open == ()
+
+
+def test_a_run_that_nobody_has_joined_is_handed_over_as_it_is():
+  made = syncer(2)
+  made.hand_over(0.0)
+  assert made.handed_over
+  assert not made.ended
+
+
+def test_a_run_at_its_end_is_ended_rather_than_handed_over():
+  made, _, job = merging(rounds=1)
+  made.expect(1.0, 1, 600.0)  # a restart is not waited for now
+  made.hand_over(1.0, 6.0)
+  made.merged(1.1, job)
+  assert made.phase is Phase.DRAINING
+  assert not made.handed_over
+  assert made._drain_by == 1.1 + 2.0
+
+
+def test_a_drain_under_way_is_finished_rather_than_handed_over():
+  made, hand, now = draining()
+  made.hand_over(now, 6.0)
+  now_ = wait(hand, now, lambda: merged_all(made, now))
+  now_ = wait(hand, now_, lambda: made.ended)
+  assert not made.handed_over
+  assert now_ <= now + 6.0
+
+
 def merged_all(made, now):
   """Hands back whatever merge is due; whether the drain has none left."""
   while (job := made.next_merge()) is not None:

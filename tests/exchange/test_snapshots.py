@@ -125,6 +125,39 @@ def test_the_interval_may_be_one_of_time(tmp_path):
   assert all(14 <= b - a <= 17 for a, b in itertools.pairwise(rounds[:-1]))
 
 
+def test_a_young_run_is_saved_soon_and_then_more_and_more_seldom(tmp_path):
+  made = jobs.job(H8, learners=2, rounds=300)
+  saving(made, tmp_path, every_rounds=100, least_s=20.0, first_s=3.0)
+  made.run(1000)
+  closed = {e["round"]: e["merged"] for e in made.events.of("round")}
+  began = min(closed.values())
+  rounds = [e["round"] for e in made.events.of("checkpoint")]
+  times = [closed[r] - began for r in rounds[1:]]
+  assert rounds[0] == 0
+  assert 3 <= rounds[1] <= 10
+  for before, after in itertools.pairwise(times[:-1]):
+    # half of the run, or an interval, may be lost
+    assert after - before <= max(before, 100) + 5
+    assert after - before >= min(before, 20) - 1
+  assert rounds[-1] == 300
+  assert len(rounds) < 12
+  held = max(b - a for a, b in itertools.pairwise(rounds))
+  assert held <= 103
+
+
+def test_a_run_that_goes_on_from_a_snapshot_is_not_young(tmp_path):
+  made = jobs.job(H8, learners=1, rounds=40)
+  saving(made, tmp_path, every_rounds=20, first_s=1.0)
+  after(made, 25)
+  restored = syncer_returns(made, syncer_dies(made), tmp_path)
+  already = len(made.events.of("checkpoint"))
+  saving(made, tmp_path, every_rounds=100, first_s=1.0)
+  made.run(1000)
+  said = made.events.of("checkpoint")[already:]
+  assert [e["round"] for e in said] == [40]
+  assert 0 < restored.number < 25
+
+
 def test_a_save_that_fails_is_counted_and_training_goes_on(tmp_path):
   blocked = tmp_path / "store"
   made = jobs.job(H8, learners=2, rounds=50)

@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 from decoupled.checkpoint import syncer_store
 from decoupled.faults import Fault
 from decoupled.link import digests
-from tests.matrix.boots import LEARNERS, Ended
+from tests.matrix.boots import LEARNERS, LEASE_S, Ended
 from tests.matrix.points import LEARNER_END
 from tests.run.processes import decoupled
 
 AT_THE_VERY_END = Fault("syncer", "syncer.ended", "kill", 1)
+HELD = 3  # units in hand: two, or enough for 24 steps
 _TERMINATED = 128 + signal.SIGTERM
 _REPLAY_S = 300
 
@@ -29,6 +31,8 @@ def check(job: Ended) -> None:
   one_incarnation_at_a_time(job)
   nothing_stale_was_merged(job)
   survivors_went_on(job)
+  joiners_got_what_there_was(job)
+  units_are_accounted_for(job)
   everything_was_saved(job)
   parameters_are_equal(job)
   the_replay_agrees(job)
@@ -49,6 +53,7 @@ def exits_are_true(job: Ended) -> None:
     if how is not None:
       ends[said["role"], said["pid"]] = how
   suffered = collections.Counter((role, how) for (role, _), how in ends.items())
+  suffered.update((role, "SIGKILL") for role in job.struck)
   suffered.update(  # by a plan of the job's own
     (e["target"], "SIGKILL")
     for e in job.of("fault")
@@ -69,11 +74,7 @@ def exits_are_true(job: Ended) -> None:
         ended.remove(role)
       else:
         suffered[role, how] -= 1
-  # the end of a job that is told to end begins with its syncer
-  told = _TERMINATED if job.status == _TERMINATED else 0
-  assert seen - suffered == collections.Counter(
-    (role, told if role == "syncer" else 0) for role in ended
-  )
+  assert seen - suffered == collections.Counter((role, 0) for role in ended)
   assert suffered - seen == collections.Counter()
 
 
@@ -151,6 +152,50 @@ def survivors_went_on(job: Ended) -> None:
       assert any(gone["t"] < e["t"] < back for e in job.of("round")), gone
 
 
+def joiners_got_what_there_was(job: Ended) -> None:
+  """A donor's state where there was a donor left, else the own checkpoint."""
+  began = min(e["t"] for e in job.of("phase"))
+  for ready in job.of("ready"):
+    join = _join_of(job, ready)
+    if join["t"] < began or ready["learner"] not in _saved_before(job, join):
+      continue
+    assert ready["state_source"] in ("donor", "checkpoint"), ready
+    given = [
+      e
+      for e in job.of("donation")
+      if e["learner"] == ready["learner"] and join["t"] <= e["t"] <= ready["t"]
+    ]
+    if ready["state_source"] == "donor":
+      # (the syncer may have died before it could say so)
+      assert all(e["donor"] == ready["donor"] for e in given if e["ok"]), ready
+    elif not _broken_off(job, join, ready):
+      assert not any(e["ok"] for e in given), ready
+      left = _could_give(job, join, ready) - {e["donor"] for e in given}
+      assert not left, (ready, given)
+
+
+def units_are_accounted_for(job: Ended) -> None:
+  """One unit a death is repeated at most, and none is forgotten.
+
+  Units are handed out from the lowest one on: up to the newest each is done, is
+  somebody's at the end, or was begun by one that died and waits.
+  """
+  found = syncer_store.restore_newest(job.workdir / "checkpoints")
+  assert found is not None
+  units = found.value.units
+  last = job.of("units")[-1]
+  died = [e for e in job.of("exit") if e["role"].startswith("learner/")]
+  deaths = sum(1 for e in died if e["signal"])
+  assert last["repeated"] <= deaths + HELD * _absences(job), last
+  done = set(range(units["low"])) | _places(units["done"])
+  held = {place for claims in units["claims"].values() for place, _ in claims}
+  left = {place for place, _, _ in units["left"]}
+  assert not done & (held | left)
+  assert not held & left
+  known = done | held | left
+  assert known >= set(range(max(known, default=0)))
+
+
 def everything_was_saved(job: Ended) -> None:
   failed = [e for e in job.of("checkpoint") if not e["ok"]]
   assert failed == []
@@ -196,6 +241,71 @@ def ended_by_itself(job: Ended, rounds: int) -> None:
   assert job.status == 0, job.said
   assert job.report["status"] == "completed"
   assert job.report["rounds"]["last"] == rounds
+
+
+def _join_of(job: Ended, ready: dict[str, Any]) -> dict[str, Any]:
+  """The first claim of the process that then had what it needs."""
+  mine = [
+    e
+    for e in job.of("join")
+    if e["learner"] == ready["learner"] and e["t"] <= ready["t"]
+  ]
+  return next(e for e in reversed(mine) if not e["previous"])
+
+
+def _saved_before(job: Ended, join: dict[str, Any]) -> set[int]:
+  """Learners that had saved themselves."""
+  roles = [e["role"] for e in job.of("checkpoint") if e["t"] < join["t"]]
+  return {int(r.removeprefix("learner/")) for r in roles if r != "syncer"}
+
+
+def _broken_off(
+  job: Ended, join: dict[str, Any], ready: dict[str, Any]
+) -> bool:
+  """Whether the joiner lost its connection, or its syncer, while it asked."""
+  return any(
+    join["t"] < e["t"] <= ready["t"]
+    and (e["learner"] == ready["learner"] or e["term"] > join["term"])
+    for e in job.of("join")
+  )
+
+
+def _could_give(
+  job: Ended, join: dict[str, Any], ready: dict[str, Any]
+) -> set[int]:
+  """Who trained all the while that a joiner needed."""
+  there = set()
+  for learner in range(LEARNERS):
+    own = [e for e in job.events if e.get("learner") == learner]
+    went = [e["t"] for e in own if e["kind"] in ("leave", "join")]
+    stepped = [e["t"] for e in own if e["kind"] == "first_step"]
+    since = max([t for t in went if t < ready["t"]], default=math.inf)
+    if since < min([t for t in stepped if t > since], default=0) < join["t"]:
+      there.add(learner)
+  return there - {ready["learner"]}
+
+
+def _absences(job: Ended) -> int:
+  """How often a learner was away beyond its lease, and others got its units."""
+  return sum(
+    1
+    for e in job.of("leave")
+    if e["why"] in ("lease", "closed") and _away_s(job, e) > LEASE_S
+  )
+
+
+def _away_s(job: Ended, leave: dict[str, Any]) -> float:
+  if leave["why"] == "lease":
+    return math.inf
+  return min(
+    e["t"] - leave["t"]
+    for e in [*job.of("join"), job.events[-1]]
+    if e["t"] >= leave["t"] and e.get("learner") in (None, leave["learner"])
+  )
+
+
+def _places(ranges: list[list[int]]) -> set[int]:
+  return {p for first, last in ranges for p in range(first, last + 1)}
 
 
 def _of(last: dict[int, Any], learner: int) -> int | None:

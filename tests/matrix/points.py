@@ -37,6 +37,10 @@ ONCE = ("link.joined", "syncer.granted")
 # passed for each of the 24 fragments before the first step
 START = ("link.staged", "link.adopting", "wire.half_received")
 TRAINING = 30
+# passed when a learner comes back while others train
+DONOR = ("donor.asked", "donor.donating")
+JOINER = "donor.receiving"
+RELAY = "syncer.relaying"
 # at the end of a run each point is passed once
 LEARNER_END = ("link.drained", "learner.finished")
 SYNCER_END = ("syncer.draining", "syncer.ended")

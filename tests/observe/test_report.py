@@ -531,7 +531,7 @@ def test_every_field_of_the_design_is_there(demo):
     "learners": "id hosts incarnation inner_steps tokens median_step_s "
     "p99_step_s max_gap_s final_loss",
     "failures": "kind target at_s detected_s state_s ready_s first_step_s "
-    "downtime_s cold compiles_after_takeover state_source survivors",
+    "downtime_s cold compiles_after_takeover state_source phases survivors",
     "wire": "bytes_up bytes_down codec",
     "data": "units_claimed units_completed units_repeated units_unclaimed",
     "checkpoints": "saved restored_from failed_saves",
@@ -584,6 +584,100 @@ def test_only_the_last_job_counts(tmp_path, demo):
   assert (given["status"], given["exit_reason"]) == ("interrupted", "SIGTERM")
 
 
+def test_what_befell_the_jobs_before_is_told_as_well(tmp_path, demo):
+  restored = {"kind": "checkpoint", "what": "restore", "ok": True, "path": "p"}
+  other = {**_start(), "resumed": False}
+  killed = [e for e in demo if e["kind"] != "end"]
+  last = report.build(demo)["rounds"]["closed"]
+  again = [
+    {**_start(), "resumed": True},
+    {**restored, "t": 0.1, "round": last - 3, "term": 2, "cut_by": 1},
+    round_event(last - 2, 1, 2, [0], [0], term=2),
+    {"t": 3.0, "kind": "end", "status": "failed", "reason": "disk"},
+  ]
+  unrelated = report.build(demo)["failures"]
+  write_log(tmp_path, [*demo, other, *killed[1:], *again])
+  made = report.write(tmp_path)
+  assert made["failures"] == []
+  assert made["rounds"]["lost"] == 0
+  (before,) = made["earlier_jobs"]  # the first one was of another run
+  assert (before["status"], before["exit_reason"]) == ("interrupted", "")
+  assert before["failures"] == unrelated
+  assert before["rounds"]["lost"] == 3
+  assert report.build(demo)["earlier_jobs"] == []
+
+
 def test_no_log_is_one_line(tmp_path):
   with pytest.raises(DecoupledError, match=r"no events\.jsonl"):
     report.write(tmp_path)
+
+
+def _takeover(*more):
+  return _one_failure(
+    _steps(1, 2, _range(0, 30)),
+    _fault(30.0, "kill", "learner/1"),
+    membership(30.1, "leave", 1, 2),
+    _steps(1, 3, _range(31, 60)),
+    {
+      "t": 30.12,
+      "kind": "decided",
+      "learner": 1,
+      "lost": 2,
+      "standby": "standby/0",
+      "why": "",
+    },
+    {
+      "t": 30.2,
+      "kind": "promoted",
+      "learner": 1,
+      "incarnation": 3,
+      "standby": "standby/0",
+      "holder": "h:9",
+    },
+    membership(30.2, "join", 1, 3),
+    {
+      "t": 30.6,
+      "kind": "ready",
+      "learner": 1,
+      "incarnation": 3,
+      "state_source": "donor",
+      "compiles": {"hits": 28, "misses": 2},
+      "phases": {"compiled": 9.0, "warm": 12.0, "joined": 30.2},
+    },
+    *more,
+  )
+
+
+def _said_after(compiles):
+  return {
+    "t": 30.9,
+    "kind": "takeover",
+    "learner": 1,
+    "incarnation": 3,
+    "standby": "standby/0",
+    "compiles": compiles,
+    "phases": {"first_step": 30.9},
+  }
+
+
+def test_a_takeover_is_warm_and_its_phases_follow_each_other():
+  made = _takeover(_said_after(0))
+  failure = made["failures"][0]
+  assert failure["cold"] is False
+  assert failure["compiles_after_takeover"] == 0
+  assert failure["state_source"] == "donor"
+  phases = failure["phases"]
+  assert phases.pop("torn_down_s") is None
+  assert phases["decided_s"] == pytest.approx(30.12)
+  assert phases["connected_s"] == pytest.approx(30.2)
+  # it had been loaded long before
+  assert phases["executable_loaded_s"] == pytest.approx(30.12)
+  assert phases["state_received_s"] == pytest.approx(30.6)
+  assert phases["first_step_s"] == failure["first_step_s"]
+  # what was compiled later counts as well
+  later = _takeover(_said_after(0), {**_said_after(3), "t": 59.0})
+  assert later["failures"][0]["compiles_after_takeover"] == 3
+
+
+def test_a_restart_counts_all_that_it_compiled_or_loaded():
+  assert _takeover()["failures"][0]["compiles_after_takeover"] == 30

@@ -122,6 +122,7 @@ class FakeRounds:
     self.pool = Pool(Limits(), Events())
     self.phase = Phase.TRAINING
     self.ended = False
+    self.handed_over = False
     self.manifest = MANIFEST
     self.run_id = "run"
     self.contract = {"Exchange.H": "24", "run.seed": "7"}
@@ -279,6 +280,10 @@ class FakeRounds:
     self.calls.append(("drain", why))
     self.phase = Phase.DRAINING
     self.generation += 1
+
+  def hand_over(self, now: float, limit_s: float = float("inf")) -> None:
+    self.calls.append(("hand_over",))
+    self.handed_over = True
 
   def did(self, name: str) -> list[tuple[object, ...]]:
     return [call for call in self.calls if call[0] == name]
