@@ -3,7 +3,7 @@
 Every few steps a host keeps a copy of what only its devices hold (parameters,
 optimizer state, key, position, counters), and so does its buddy, the next rank.
 After a death the newest step of which every owner's copy is alive is the one to
-go on from (`newest`). Where the state is the same on every host, each survivor's
+go on from (`newest`). Where the state is the same on every host, a survivor's
 own is enough (`newest_replicated`).
 
 A failed collective can leave hosts one step apart. So the last two copies of an
