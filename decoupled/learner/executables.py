@@ -92,7 +92,7 @@ class Executables:
         f"program {name} cannot be kept: {error}; hand arrays to it as "
         "arguments, not as constants"
       ) from None
-    body = pickle.dumps((blob, in_tree, out_tree))
+    body = pickle.dumps((blob, in_tree, out_tree, _device_ids(compiled)))
     header = {"fits": self.fits, "sha256": _digest(body), "bytes": len(body)}
     handle, written = tempfile.mkstemp(dir=self.folder, prefix=".new-")
     try:
@@ -133,8 +133,11 @@ class Executables:
     if len(body) != expected["bytes"] or _digest(body) != expected["sha256"]:
       return self._not(name, "it is damaged")
     try:
-      blob, in_tree, out_tree = pickle.loads(body)
-      return serialize_executable.deserialize_and_load(blob, in_tree, out_tree)
+      blob, in_tree, out_tree, ids = pickle.loads(body)
+      here = {device.id: device for device in jax.devices()}
+      return serialize_executable.deserialize_and_load(
+        blob, in_tree, out_tree, execution_devices=[here[i] for i in ids]
+      )
     except Exception as error:  # XLA says in many ways that it does not fit
       return self._not(name, f"it cannot be loaded ({error})")
 
@@ -145,6 +148,18 @@ class Executables:
     if not _NAME.fullmatch(name):
       raise ValueError(f"{name!r} is no name of a program")
     return self.folder / f"{name}.exe"
+
+
+def _device_ids(compiled: Any) -> list[int]:
+  """The devices that a program runs on, in its order."""
+  shardings = jax.tree.leaves(
+    (compiled.input_shardings, compiled.output_shardings)
+  )
+  for sharding in shardings:
+    if isinstance(sharding, jax.sharding.NamedSharding):
+      return [device.id for device in sharding.mesh.devices.flat]
+  every = {d.id for sharding in shardings for d in sharding.device_set}
+  return sorted(every)
 
 
 def _digest(body: bytes) -> str:

@@ -68,7 +68,9 @@ def test_what_twins_compiled_runs_on_the_other_rank_without_compiling(
 
 
 def test_a_twin_that_fails_is_named_and_none_is_left() -> None:
-  script = "import sys; sys.exit('no such corpus') if {} else input()"
+  script = (
+    "import sys, time; sys.exit('no such corpus') if {} else time.sleep(600)"
+  )
   with pytest.raises(Unreachable, match=r"twin of rank 1 .*no such corpus"):
     twins.run(
       2, lambda rank, _: [sys.executable, "-c", script.format(rank)], 60.0
