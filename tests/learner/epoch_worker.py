@@ -2,11 +2,13 @@
 
     python -m tests.learner.epoch_worker RANK HOSTS DEVICES STEPS
 
-Reads an address a line: of the epoch to join. Says what happens as JSON, a
-line each. Not a test; `test_epochs` starts it.
+Reads a line for each epoch to join: `ADDRESS` of its service, or `FILE TOKEN
+EPOCH` to meet at the coordinator that publishes its address there. Says what
+happens as JSON, a line each. Not a test; `test_epochs` starts it.
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decoupled.learner import epochs
+from decoupled.learner import epochs, rendezvous
 
 LIMITS = epochs.EpochLimits(connect_s=60.0, collective_s=3)
 PAUSE_S = 0.02
@@ -66,6 +68,15 @@ class Toy:
     return least, np.asarray(total) / np.asarray(votes)
 
 
+def join(words: list[str], rank: int, hosts: int) -> None:
+  if len(words) == 1:
+    epochs.connect(words[0], rank, hosts, LIMITS)
+    return
+  file, token, epoch = words
+  holder = f"h:{os.getpid()}"
+  rendezvous.meet(f"@{file}", token, 0, int(epoch), hosts, rank, holder, LIMITS)
+
+
 def main() -> None:
   rank, hosts, devices, steps = map(int, sys.argv[1:5])
   jax.config.update("jax_platforms", "cpu")
@@ -77,7 +88,7 @@ def main() -> None:
   for line in sys.stdin:
     began = time.monotonic()
     try:
-      epochs.connect(line.strip(), rank, hosts, LIMITS)
+      join(line.split(), rank, hosts)
     except epochs.Lost as error:
       say("lost", step=step, error=str(error))
       continue

@@ -19,6 +19,8 @@ import pytest
 
 from decoupled.errors import ConfigError
 from decoupled.learner import epochs
+from decoupled.wire import credentials
+from tests.learner.test_coordinator import coordinator
 
 _ROOT = Path(__file__).parents[2]
 _LIMIT_S = 120.0
@@ -111,7 +113,6 @@ def undisturbed(hosts: int) -> np.ndarray:
 @pytest.mark.parametrize(
   ("hosts", "dies", "how", "devices"),
   [
-    (2, 0, signal.SIGKILL, 2),
     (3, 2, signal.SIGKILL, 1),
     (2, 1, signal.SIGSTOP, 1),
   ],
@@ -144,6 +145,33 @@ def test_a_rank_is_replaced_and_the_numbers_stay_the_same(
       old[dies].process.send_signal(signal.SIGCONT)
       old[dies].wait_for("lost")
     second.close()
+
+
+@pytest.mark.slow
+def test_rank_0_is_replaced_and_the_coordinator_dies_before_that(
+  tmp_path: Path,
+) -> None:
+  """Two devices a host; whoever is left meets at its successor."""
+  token = credentials.make_token(tmp_path / "run.token")
+  where = tmp_path / "coordinator.address"
+  with ranks(2, fresh=0, devices=2) as (zero, one, new):
+    with coordinator(tmp_path):
+      for rank in (zero, one):
+        rank.join(f"{where} {token} 1")
+      for rank in (zero, one):
+        rank.wait_for("formed")
+      zero.wait_for("step", 10)
+    where.unlink()
+    zero.wait_for("step", 20)
+    zero.process.kill()
+    one.wait_for("lost")
+    for rank in (one, new):  # they wait for the successor
+      rank.join(f"{where} {token} 2")
+    with coordinator(tmp_path):
+      done = [rank.wait_for("done") for rank in (one, new)]
+    for said in done:
+      assert said["released"], said
+      np.testing.assert_allclose(said["w"], undisturbed(2), rtol=1e-5)
 
 
 @pytest.mark.slow
