@@ -178,6 +178,7 @@ class Link:
     self.leaves = False
     self._joined = False
     self._followed: tuple[MergedFragment, ...] = ()
+    self._newest_then: tuple[Session, tuple[Version, ...]] | None = None
     self._warm_for: tuple[Manifest, str] | None = None
     self.welcome: Welcome
     self.policy: Exchange
