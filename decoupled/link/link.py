@@ -178,6 +178,7 @@ class Link:
     self.leaves = False
     self._joined = False
     self._followed: tuple[MergedFragment, ...] = ()
+    self._newest_then: tuple[Session, tuple[Version, ...]] | None = None
     self._warm_for: tuple[Manifest, str] | None = None
     self.welcome: Welcome
     self.policy: Exchange
@@ -313,8 +314,22 @@ class Link:
       )
     boundary.visit(leaves, 0, 0)
     self._publish(0, 0, 0, self.welcome.position, Stage.JOINING, float("nan"))
-    begun = boundary.complete and boundary.current
+    begun = boundary.complete and self._caught_up(announcement)
     return self._agreement.every("begun", begun)
+
+  def _caught_up(self, now: Announcement | None) -> bool:
+    """Whether what was newest when this learner joined is held.
+
+    What is merged while that comes may follow at boundaries, as it does for
+    those that train: to run after the very newest might never end.
+    """
+    session = self._boundary.session
+    if now is None or session is None:
+      return False
+    if self._newest_then is None or self._newest_then[0] is not session:
+      self._newest_then = (session, now.versions)
+    wanted, held = self._newest_then[1], self._boundary.held
+    return all(h >= w for h, w in zip(held, wanted, strict=False))
 
   def boundary(
     self,

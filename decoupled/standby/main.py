@@ -119,8 +119,10 @@ class _Standby:
           self._part = self._prepare(config, options, asked)
       if self._manifest is None:
         # the run may have got its first learner meanwhile
-        self._warm(self._part, self._wire.contract(joining.holder()))
-        pool.say(self._standing(self._missing()))
+        asked = self._wire.contract(joining.holder())
+        if asked.manifest is not None:
+          self._warm(self._part, asked.manifest, asked.lines)
+      pool.say(self._standing(self._missing()))
       return self._in_pool(pool)
     finally:
       pool.close()
@@ -160,12 +162,17 @@ class _Standby:
       prepared, self._wire, prepared.initial(), self._end
     )
 
-  def _warm(self, part: Part, asked: RunContract) -> None:
-    """The device operations of every fragment, once the model is cut."""
-    if asked.manifest is None:
-      return
-    part.link.warm(part.state.params, asked.manifest, asked.lines)
-    self._manifest = asked.manifest
+  def _warm(
+    self,
+    part: Part,
+    manifest: Manifest,
+    lines: tuple[tuple[str, str], ...],
+  ) -> None:
+    """The device operations of every fragment, and what they bring."""
+    part.link.warm(part.state.params, manifest, lines)
+    for fragment in range(len(manifest.fragments)):
+      self._follow(manifest, fragment)
+    self._manifest = manifest
     self._phases.mark("warm")
     _LOG.info("ready: fingerprint %s", part.program.fingerprint)
     affinity.release()
@@ -205,8 +212,10 @@ class _Standby:
         print(f"run {word.run_id} has ended; {self._options.name} ends, too")
         return None
       if self._manifest is None and word.versions:
-        self._warm(part, self._wire.contract(joining.holder()))
-        pool.say(self._standing(self._missing()))
+        asked = self._wire.contract(joining.holder())
+        if asked.manifest is not None:
+          self._warm(part, asked.manifest, asked.lines)
+          pool.say(self._standing(self._missing()))
       if word.offer is not None and word.offer.number > self._declined:
         welcome = self._claim(part, word.offer)
         if welcome is not None:
@@ -215,8 +224,8 @@ class _Standby:
       now = time.monotonic()
       if not stale and now >= look_at:
         stale, look_at = self._behind(word), now + _FOLLOW_S
-      if stale:
-        self._follow(stale.pop())
+      if stale and self._manifest is not None:
+        self._follow(self._manifest, stale.pop())
 
   def _behind(self, word: PoolWord) -> list[int]:
     """The fragments of which there is a newer version."""
@@ -230,13 +239,12 @@ class _Standby:
     held = self._followed.get(fragment)
     return NO_VERSION if held is None else held.version
 
-  def _follow(self, fragment: int) -> None:
+  def _follow(self, manifest: Manifest, fragment: int) -> None:
     """Gets the newest version of a fragment; a failure is tried again later."""
-    assert self._manifest is not None
     held = self._followed.get(fragment)
     try:
       merged = self._wire.follow(
-        self._manifest,
+        manifest,
         fragment,
         self._version(fragment),
         None if held is None else held.arrays,

@@ -104,3 +104,7 @@ def _receive(program: Program, opt_state: tree.Tree) -> None:
   sent = states.outgoing(header, leaves)
   taken = origin.received(states.Incoming(sent), program.specs.opt_state)
   jax.block_until_ready(taken.opt_state)
+  # Saving compiles something for each kind of array. One of each will do: the
+  # whole state may be large, and this goes to the disk of temporary files.
+  kinds = {(x.shape, x.dtype, x.sharding): x for x in jax.tree.leaves(copy)}
+  learner_store.warm_up(list(kinds.values()))
