@@ -11,7 +11,14 @@ NAMES = [path.stem for path in generate.sources()]
 
 
 def test_all_protocol_files_are_known():
-  assert NAMES == ["common", "donations", "epochs", "fragments", "membership"]
+  assert NAMES == [
+    "buddies",
+    "common",
+    "donations",
+    "epochs",
+    "fragments",
+    "membership",
+  ]
 
 
 @pytest.mark.parametrize("name", NAMES)
