@@ -284,7 +284,7 @@ class _Incoming:
       header.owner,
       header.epoch,
       header.step,
-      dict(header.counters),
+      {each.name: each.value for each in header.counters},
       tuple(shards),
     )
     copy.check()
@@ -298,7 +298,10 @@ def _outgoing(copy: HostCopy, learner_id: int) -> Iterator[pb.CopyChunk]:
       owner=copy.owner,
       epoch=copy.epoch,
       step=copy.step,
-      counters=copy.counters,
+      counters=[
+        pb.Counter(name=name, value=value)
+        for name, value in copy.counters.items()
+      ],
       shards=[
         pb.ShardHeader(
           leaf=shard.leaf,

@@ -25,33 +25,31 @@ _sym_db = _symbol_database.Default()
 from decoupled.wire.proto.decoupled.v1 import fragments_pb2 as decoupled_dot_v1_dot_fragments__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65\x63oupled/v1/buddies.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x1c\x64\x65\x63oupled/v1/fragments.proto\"V\n\x0bShardHeader\x12\x0c\n\x04leaf\x18\x01 \x01(\x05\x12\r\n\x05start\x18\x02 \x03(\x03\x12\x0c\n\x04stop\x18\x03 \x03(\x03\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\r\n\x05\x63rc32\x18\x05 \x01(\x07\"\xea\x01\n\x0eHostCopyHeader\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\r\n\x05owner\x18\x02 \x01(\x05\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12<\n\x08\x63ounters\x18\x05 \x03(\x0b\x32*.decoupled.v1.HostCopyHeader.CountersEntry\x12)\n\x06shards\x18\x06 \x03(\x0b\x32\x19.decoupled.v1.ShardHeader\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"g\n\tCopyChunk\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.decoupled.v1.HostCopyHeaderH\x00\x12\"\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x12.decoupled.v1.DataH\x00\x42\x06\n\x04part\"\n\n\x08PutReply\">\n\x0b\x43opyRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\r\n\x05owner\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\"!\n\x0bHeldRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\")\n\tHeldSteps\x12\r\n\x05owner\x18\x01 \x01(\x05\x12\r\n\x05steps\x18\x02 \x03(\x03\"4\n\tHeldReply\x12\'\n\x06\x63opies\x18\x01 \x03(\x0b\x32\x17.decoupled.v1.HeldSteps2\xbc\x01\n\x07\x42uddies\x12\x38\n\x03Put\x12\x17.decoupled.v1.CopyChunk\x1a\x16.decoupled.v1.PutReply(\x01\x12;\n\x03Get\x12\x19.decoupled.v1.CopyRequest\x1a\x17.decoupled.v1.CopyChunk0\x01\x12:\n\x04Held\x12\x19.decoupled.v1.HeldRequest\x1a\x17.decoupled.v1.HeldReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x64\x65\x63oupled/v1/buddies.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x1c\x64\x65\x63oupled/v1/fragments.proto\"V\n\x0bShardHeader\x12\x0c\n\x04leaf\x18\x01 \x01(\x05\x12\r\n\x05start\x18\x02 \x03(\x03\x12\x0c\n\x04stop\x18\x03 \x03(\x03\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\r\n\x05\x63rc32\x18\x05 \x01(\x07\"&\n\x07\x43ounter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03\"\xa4\x01\n\x0eHostCopyHeader\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\r\n\x05owner\x18\x02 \x01(\x05\x12\r\n\x05\x65poch\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\'\n\x08\x63ounters\x18\x05 \x03(\x0b\x32\x15.decoupled.v1.Counter\x12)\n\x06shards\x18\x06 \x03(\x0b\x32\x19.decoupled.v1.ShardHeader\"g\n\tCopyChunk\x12.\n\x06header\x18\x01 \x01(\x0b\x32\x1c.decoupled.v1.HostCopyHeaderH\x00\x12\"\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x12.decoupled.v1.DataH\x00\x42\x06\n\x04part\"\n\n\x08PutReply\">\n\x0b\x43opyRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\r\n\x05owner\x18\x02 \x01(\x05\x12\x0c\n\x04step\x18\x03 \x01(\x03\"!\n\x0bHeldRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\")\n\tHeldSteps\x12\r\n\x05owner\x18\x01 \x01(\x05\x12\r\n\x05steps\x18\x02 \x03(\x03\"4\n\tHeldReply\x12\'\n\x06\x63opies\x18\x01 \x03(\x0b\x32\x17.decoupled.v1.HeldSteps2\xbc\x01\n\x07\x42uddies\x12\x38\n\x03Put\x12\x17.decoupled.v1.CopyChunk\x1a\x16.decoupled.v1.PutReply(\x01\x12;\n\x03Get\x12\x19.decoupled.v1.CopyRequest\x1a\x17.decoupled.v1.CopyChunk0\x01\x12:\n\x04Held\x12\x19.decoupled.v1.HeldRequest\x1a\x17.decoupled.v1.HeldReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'decoupled.v1.buddies_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_HOSTCOPYHEADER_COUNTERSENTRY']._loaded_options = None
-  _globals['_HOSTCOPYHEADER_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_SHARDHEADER']._serialized_start=74
   _globals['_SHARDHEADER']._serialized_end=160
-  _globals['_HOSTCOPYHEADER']._serialized_start=163
-  _globals['_HOSTCOPYHEADER']._serialized_end=397
-  _globals['_HOSTCOPYHEADER_COUNTERSENTRY']._serialized_start=350
-  _globals['_HOSTCOPYHEADER_COUNTERSENTRY']._serialized_end=397
-  _globals['_COPYCHUNK']._serialized_start=399
-  _globals['_COPYCHUNK']._serialized_end=502
-  _globals['_PUTREPLY']._serialized_start=504
-  _globals['_PUTREPLY']._serialized_end=514
-  _globals['_COPYREQUEST']._serialized_start=516
-  _globals['_COPYREQUEST']._serialized_end=578
-  _globals['_HELDREQUEST']._serialized_start=580
-  _globals['_HELDREQUEST']._serialized_end=613
-  _globals['_HELDSTEPS']._serialized_start=615
-  _globals['_HELDSTEPS']._serialized_end=656
-  _globals['_HELDREPLY']._serialized_start=658
-  _globals['_HELDREPLY']._serialized_end=710
-  _globals['_BUDDIES']._serialized_start=713
-  _globals['_BUDDIES']._serialized_end=901
+  _globals['_COUNTER']._serialized_start=162
+  _globals['_COUNTER']._serialized_end=200
+  _globals['_HOSTCOPYHEADER']._serialized_start=203
+  _globals['_HOSTCOPYHEADER']._serialized_end=367
+  _globals['_COPYCHUNK']._serialized_start=369
+  _globals['_COPYCHUNK']._serialized_end=472
+  _globals['_PUTREPLY']._serialized_start=474
+  _globals['_PUTREPLY']._serialized_end=484
+  _globals['_COPYREQUEST']._serialized_start=486
+  _globals['_COPYREQUEST']._serialized_end=548
+  _globals['_HELDREQUEST']._serialized_start=550
+  _globals['_HELDREQUEST']._serialized_end=583
+  _globals['_HELDSTEPS']._serialized_start=585
+  _globals['_HELDSTEPS']._serialized_end=626
+  _globals['_HELDREPLY']._serialized_start=628
+  _globals['_HELDREPLY']._serialized_end=680
+  _globals['_BUDDIES']._serialized_start=683
+  _globals['_BUDDIES']._serialized_end=871
 # @@protoc_insertion_point(module_scope)

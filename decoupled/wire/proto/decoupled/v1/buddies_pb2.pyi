@@ -55,30 +55,32 @@ class ShardHeader(_message.Message):
 Global___ShardHeader: _TypeAlias = ShardHeader  # noqa: Y015
 
 @_typing.final
+class Counter(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    value: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Counter: _TypeAlias = Counter  # noqa: Y015
+
+@_typing.final
 class HostCopyHeader(_message.Message):
     """The data are the shards in this order, row-major, little-endian."""
 
     DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class CountersEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        value: _builtins.int
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _builtins.int = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     LEARNER_ID_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
@@ -91,7 +93,7 @@ class HostCopyHeader(_message.Message):
     epoch: _builtins.int
     step: _builtins.int
     @_builtins.property
-    def counters(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
+    def counters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Counter]: ...
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardHeader]: ...
     def __init__(
@@ -101,7 +103,7 @@ class HostCopyHeader(_message.Message):
         owner: _builtins.int = ...,
         epoch: _builtins.int = ...,
         step: _builtins.int = ...,
-        counters: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        counters: _abc.Iterable[Global___Counter] | None = ...,
         shards: _abc.Iterable[Global___ShardHeader] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
