@@ -141,8 +141,9 @@ class Executables:
     except Exception as error:  # XLA says in many ways that it does not fit
       return self._not(name, f"it cannot be loaded ({error})")
 
-  def _not(self, name: str, why: str) -> None:
+  def _not(self, name: str, why: str) -> Any | None:
     _LOG.warning("%s is not loaded: %s", self._path(name), why)
+    return None
 
   def _path(self, name: str) -> Path:
     if not _NAME.fullmatch(name):

@@ -12,6 +12,7 @@ NAMES = [path.stem for path in generate.sources()]
 
 def test_all_protocol_files_are_known():
   assert NAMES == [
+    "buddies",
     "common",
     "donations",
     "epochs",
