@@ -78,7 +78,7 @@ COMMANDS: dict[str, Command] = {
     configured=True,
   ),
   "coordinator": Command(
-    "where the hosts of learners meet; one of a job with several a learner",
+    "where the hosts of each learner meet, in a process of its own",
     "decoupled.learner.coordinator:run",
     flags.coordinator,
     flags.coordinator_options,

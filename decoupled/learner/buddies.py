@@ -289,4 +289,4 @@ def _index(slices: Any, shape: tuple[int, ...]) -> Index:
 
 
 def _crc(data: np.ndarray) -> int:
-  return zlib.crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+  return zlib.crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8).data)

@@ -95,7 +95,7 @@ class _Servicer(pb_grpc.BuddiesServicer):
     self._learner_id = learner_id
     self._max_bytes = max_bytes
 
-  async def Put(  # type: ignore[override]
+  async def Put(
     self, request_iterator: AsyncIterator[pb.CopyChunk], context: Context
   ) -> pb.PutReply:
     try:
@@ -131,7 +131,7 @@ class _Servicer(pb_grpc.BuddiesServicer):
     for chunk in _outgoing(copy, self._learner_id):
       await context.write(chunk)
 
-  async def Held(  # type: ignore[override]
+  async def Held(
     self, request: pb.HeldRequest, context: Context
   ) -> pb.HeldReply:
     try:

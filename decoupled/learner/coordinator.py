@@ -221,7 +221,7 @@ class Coordinator(pb_grpc.EpochsServicer):
   def __init__(self, table: Table):
     self._table = table
 
-  async def Open(  # type: ignore[override]
+  async def Open(
     self, request: pb.OpenRequest, context: Context
   ) -> pb.OpenReply:
     try:
@@ -230,7 +230,7 @@ class Coordinator(pb_grpc.EpochsServicer):
       await _refuse(context, error)
     return pb.OpenReply(address=epoch.service.bind)
 
-  async def Gather(  # type: ignore[override]
+  async def Gather(
     self, request: pb.GatherRequest, context: Context
   ) -> pb.OpenReply:
     limit_s = request.limit_s
@@ -249,7 +249,7 @@ class Coordinator(pb_grpc.EpochsServicer):
       await _refuse(context, error)
     return pb.OpenReply(address=epoch.service.bind)
 
-  async def Close(  # type: ignore[override]
+  async def Close(
     self, request: pb.CloseRequest, context: Context
   ) -> pb.CloseReply:
     del context

@@ -29,12 +29,12 @@ import os
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax._src import distributed as _distributed
 from jax._src import xla_bridge as _xla_bridge
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # type: ignore[attr-defined]
 from jax.extend import backend as _backend
 
 from decoupled.errors import ConfigError, DecoupledError, Unreachable
@@ -82,6 +82,12 @@ class EpochLimits:
 
   connect_s: float = 30.0
   collective_s: int = 3
+
+
+class Closes(Protocol):
+  """Something that takes its time to close."""
+
+  def close(self) -> None: ...
 
 
 class Service:
@@ -272,7 +278,7 @@ def _one_line(error: BaseException) -> str:
   return text[:300]
 
 
-def close_in_background(service: Service) -> threading.Thread:
+def close_in_background(service: Closes) -> threading.Thread:
   """Closes a service on a thread of its own, since that may take seconds."""
   thread = threading.Thread(
     target=service.close, name="epoch-close", daemon=True

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
+import jaxlib.version
 from jax.experimental import serialize_executable
 
 from decoupled.errors import ConfigError
@@ -43,7 +43,7 @@ def fingerprint(parts: Sequence[str]) -> str:
   devices = jax.devices()
   whole = [
     *parts,
-    f"jax {jax.__version__}, jaxlib {jaxlib.__version__}",
+    f"jax {jax.__version__}, jaxlib {jaxlib.version.__version__}",
     devices[0].client.platform_version,
     os.environ.get("XLA_FLAGS", ""),
     f"{jax.process_count()} processes",

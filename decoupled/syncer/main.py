@@ -177,7 +177,10 @@ def _run(
     bytes_down=traffic.bytes_down,
     codec=config.exchange.codec,
   )
-  faults.reached("syncer.ended" if rounds.ended else "syncer.handing_over")
+  if rounds.ended:
+    faults.reached("syncer.ended")
+  else:
+    faults.reached("syncer.handing_over")
   outcome = "nothing_to_save"
   if tape is not None:
     tape.close()

@@ -204,8 +204,6 @@ def test_a_mistake_in_a_file_brings_its_line(tmp_path):
     "fill syncer @5s",
     "corrupt learner/0 @5s",
     "throttle learner/0 @5s by 2",
-    "kill learner/0/host/1 @5s",
-    "kill standby/0 @5s",
     "slow syncer @5s by 2",
   ],
 )
@@ -213,6 +211,18 @@ def test_what_cannot_be_injected_yet_is_refused_by_name(text):
   with pytest.raises(ConfigError, match="not available yet") as caught:
     injectors.check(parse(text), learners=3)
   assert text.split()[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+  ("text", "says"),
+  [
+    ("kill learner/0/host/1 @5s", "--hosts_per_learner=1"),
+    ("kill standby/0 @5s", "--standbys=0"),
+  ],
+)
+def test_hosts_and_standbys_that_are_not_there_are_refused(text, says):
+  with pytest.raises(ConfigError, match=says):
+    injectors.check(parse(text), learners=3)
 
 
 def test_a_learner_that_does_not_exist_is_refused():

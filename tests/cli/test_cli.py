@@ -113,6 +113,7 @@ FLAGS = {
     "started_at",
     "name",
   },
+  "coordinator": {"workdir", "bind", "token_file", "tls_cert", "tls_key"},
   "stop": {"workdir", "limit_s", "syncer_address", "token_file", "tls_ca"},
   "certs": {"out", "hosts", "days"},
   "report": {"workdir"},
