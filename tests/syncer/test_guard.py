@@ -18,6 +18,7 @@ class Rounds:
   def __init__(self):
     self.calls = []
     self.jobs = []
+    self.handed_over = False
 
   def wake_at(self, now):
     return now

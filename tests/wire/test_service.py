@@ -255,7 +255,8 @@ def test_transfers_of_one_learner_are_bounded(server, store):
 
   options = {"timeout": 30, "metadata": credentials.metadata(TOKEN)}
   calls = [store.Contribute.future(waiting(), **options) for _ in range(8)]
-  wait_until(lambda: server.service._store._busy[0] == 8, "eight transfers")
+  busy = server.service._store._busy
+  wait_until(lambda: busy[(0, 0)] == 8, "eight transfers")
   assert store.Contribute(parts(), **options).refusal == "busy"
   go.set()
   assert [call.result(fakes.LIMIT_S).refusal for call in calls] == [""] * 8
