@@ -96,7 +96,13 @@ COMMANDS: dict[str, Command] = {
     flags.status,
     flags.job_options,
   ),
-  "drain": Command("swaps a role to a standby, as planned"),
+  "drain": Command(
+    "has a standby take a learner's place, as planned",
+    "decoupled.launch.drain:main",
+    flags.drain,
+    flags.job_options,
+    words="learner/N",
+  ),
   "chaos": Command("injects faults into a running job"),
   "stop": Command(
     "ends a running job; it merges and saves what there is",

@@ -257,6 +257,7 @@ class Announcement:
     claims: the units that it holds, and none but these; None: the syncer has
       not yet heard what this incarnation holds.
     data_ended: no unit is left that anybody could claim.
+    relieved: a standby is prepared to take its place: stop, and leave.
   """
 
   term: int
@@ -274,6 +275,7 @@ class Announcement:
   donate: int = 0
   claims: tuple[Claim, ...] | None = None
   data_ended: bool = False
+  relieved: bool = False
 
 
 class Slice(NamedTuple):
@@ -450,6 +452,7 @@ class Standing:
     fingerprint: of both, for people.
     missing: what it still does before it is ready ("" = it is).
     declined: the newest offer that it could not take, 0 for none.
+    prepared: the newest offer that it has prepared for, 0 for none.
     protocol: version of the wire protocol.
   """
 
@@ -461,14 +464,20 @@ class Standing:
   fingerprint: str
   missing: str = ""
   declined: int = 0
+  prepared: int = 0
   protocol: int = PROTOCOL_VERSION
 
 
+# What a learner says when it leaves since a standby takes its place.
+HANDED_OVER = "handed over"
+
+
 class Offer(NamedTuple):
-  """A learner id that a standby is to claim."""
+  """A learner id that a standby is to claim, or to prepare for."""
 
   number: int  # rises with each offer of a syncer
   learner_id: int
+  prepare: int = 0  # incarnation that still trains, 0: claim the id now
 
 
 @dataclasses.dataclass(frozen=True)
@@ -479,7 +488,7 @@ class PoolWord:
     run_id: the run.
     phase: where it is.
     versions: newest version of each fragment; none before the model is cut.
-    offer: the id to claim now, None to go on waiting.
+    offer: the id to claim or prepare for, None to go on waiting.
     heartbeat_s: how often to say something.
   """
 

@@ -269,6 +269,16 @@ def stop(values: flags.FlagValues) -> None:
   )
 
 
+def drain(values: flags.FlagValues) -> None:
+  status(values)
+  _define(flags.DEFINE_float, values)(
+    "limit_s",
+    120.0,
+    "how long to wait until the standby has the learner's id",
+    lower_bound=0.1,
+  )
+
+
 def checkpoints(values: flags.FlagValues) -> None:
   _workdir(values, "of the run (default: runs/default)")
   _store(values)

@@ -214,6 +214,19 @@ def received(incoming: states.Incoming, wanted: Any) -> Origin:
   )
 
 
+class Prepared:
+  """Of a standby that got the state from the learner that it relieves."""
+
+  def __init__(self, origin: Origin):
+    self._origin = origin
+
+  def done(self) -> bool:
+    return True
+
+  def result(self) -> Origin:
+    return self._origin
+
+
 class FreshSearch:
   """Of a learner of several hosts, which begins with fresh moments.
 

@@ -28,7 +28,8 @@ from decoupled.learner import step as steps
 from decoupled.learner.agreeing import StepLanes
 from decoupled.learner.copies import Copies
 from decoupled.learner.donor import Donor
-from decoupled.learner.origin import FreshSearch, Origin, Search
+from decoupled.learner.notice import Notice
+from decoupled.learner.origin import FreshSearch, Origin, Prepared, Search
 from decoupled.learner.pace import Pace
 from decoupled.learner.phases import Phases
 from decoupled.learner.program import Program
@@ -38,7 +39,7 @@ from decoupled.link.claims import DataClaims, NoClaims
 from decoupled.link.link import Link, Patience
 from decoupled.observe.events import EventLog
 from decoupled.observe.metrics import Metrics, flop_utilisation
-from decoupled.types import Welcome
+from decoupled.types import HANDED_OVER, Welcome
 from decoupled.wire import client
 
 _LOG = logging.getLogger("decoupled.learner")
@@ -112,6 +113,7 @@ def take_part(
   welcome: Welcome,
   phases: Phases,
   first_step: Callable[[], None] = lambda: None,
+  prepared: Origin | None = None,
 ) -> int:
   """Trains to the end of the run; returns the exit status.
 
@@ -120,6 +122,7 @@ def take_part(
     welcome: from `claim`.
     phases: gets the marks `joined`, `parameters`, `optimizer_state`, `ready`.
     first_step: told after the boundary that follows the first inner step.
+    prepared: optimizer state that was got before the claim.
 
   Raises:
     DecoupledError: with the line that the user reads.
@@ -129,8 +132,10 @@ def take_part(
   opt_specs, wire, state = program.specs.opt_state, part.wire, part.state
   end.role = options.role(welcome.learner_id)
   phases.mark("joined")
-  search: Search | FreshSearch
-  if part.shared is None:
+  search: Search | FreshSearch | Prepared
+  if prepared is not None:
+    search = Prepared(prepared)
+  elif part.shared is None:
     search = Search(
       wire.take_state, welcome, store_of(options), opt_specs, link.wake
     )
@@ -174,12 +179,23 @@ def take_part(
   if part.speaks:
     _say_ready(options, link, origin, phases, program.compiles)
   affinity.release()
+  stopping = _stopping(part)
   end.something_to_lose()
-  _train(part, done, saved, donor, batches, first_step)
+  _train(part, done, saved, donor, batches, first_step, stopping)
   donor.close()
   _finish(part, done, saved)
   batches.close()
-  return 0 if link.done else end.status
+  if link.done or (link.relieved and not end.requested.is_set()):
+    return 0
+  return end.status
+
+
+def _stopping(part: Part) -> Callable[[], bool]:
+  """When to leave: a host of several goes where all have agreed to."""
+  link = part.link
+  if part.shared is not None:
+    return lambda: link.leaves
+  return Notice(part.end, link, part.wire.ask_for_swap).stops
 
 
 def _batches(part: Part, learner_id: int) -> ClaimedBatches:
@@ -281,6 +297,7 @@ def _train(
   donor: Donor,
   batches: ClaimedBatches,
   first_step: Callable[[], None],
+  stopping: Callable[[], bool],
 ) -> None:
   program, link = part.program, part.link
   config, mesh = program.config, program.mesh
@@ -328,12 +345,11 @@ def _train(
     pad=_pad(config, learner_id, mesh),
     slow=Slowdown.from_environment(),
     lanes=part.lanes,
-    # a host of several goes where all of them have agreed to
-    stopping=part.end.requested.is_set
-    if part.shared is None
-    else lambda: link.leaves,
+    stopping=stopping,
     after_step=after_step,
   )
+  if link.relieved and not link.done:
+    link.leave(HANDED_OVER)  # at once: the standby waits for that
   pace.close()
   if metrics is not None:
     metrics.close()
@@ -362,7 +378,10 @@ def _finish(part: Part, done: loop.Trained, saved: Snapshots) -> None:
   log = log_of(options)
   faults.reached("learner.finished")
   outcome = "nothing_to_save"
-  if done.step and part.shared is None:
+  relieved = link.relieved and not link.done
+  if relieved:
+    outcome = "handed_over"  # whoever took its place saves from now on
+  elif done.step and part.shared is None:
     outcome = "saved" if saved.save(done, end.left_s) else "not_saved"
   reason = "ended" if link.done else "left"
   step_s = sorted(done.step_s) or [0.0]
@@ -381,6 +400,6 @@ def _finish(part: Part, done: loop.Trained, saved: Snapshots) -> None:
     params_digest=link.digest(done.state.params),
     exit_reason=reason,
   )
-  link.close(reason if link.done else end.why)
+  link.close(HANDED_OVER if relieved else reason if link.done else end.why)
   end.ended(outcome)
   log.close()

@@ -405,6 +405,18 @@ class Link:
     return session.incarnation, a.donate
 
   @property
+  def relieved(self) -> bool:
+    """Whether a standby is prepared to take this learner's place."""
+    a = self._boundary.announcement
+    return a is not None and a.relieved
+
+  def leave(self, why: str) -> None:
+    """Leaves the run at once; `close` is still to be called."""
+    self._closing.set()
+    self._wake.set()
+    self._wire.leave(why)
+
+  @property
   def versions(self) -> tuple[Version, ...]:
     """The version of each fragment that the parameters hold."""
     return tuple(self._boundary.held)

@@ -83,6 +83,12 @@ KINDS: Mapping[str, Kind] = {
     "learner incarnation standby holder",
     "fingerprint",
   ),
+  "handover": _kind(
+    "A planned swap: preparing (the standby, while the learner trains), "
+    "prepared (the learner is told to leave), done (the id is the standby's), "
+    "or given_up, and why.",
+    "learner incarnation standby state why",
+  ),
   "takeover": _kind(
     "A promoted standby has finished its first step. `compiles`: programs it "
     "compiled or loaded since it was promoted; `phases`: as in `ready`.",

@@ -6,6 +6,7 @@ host, so that a takeover fetches only what is newer. It ends with the run.
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -19,6 +20,7 @@ from decoupled.launch import affinity, folders
 from decoupled.launch.options import LearnerOptions, StandbyOptions
 from decoupled.launch.termination import Termination
 from decoupled.learner import joining, program, taking_part
+from decoupled.learner.origin import Origin, received
 from decoupled.learner.phases import Phases
 from decoupled.learner.taking_part import Part
 from decoupled.standby import shadow
@@ -74,6 +76,8 @@ class _Standby:
     self._manifest: Manifest | None = None
     self._followed: dict[int, MergedFragment] = {}
     self._declined = 0
+    self._prepared = 0
+    self._handed: Origin | None = None  # from the learner that it relieves
     self._programs = 0  # compiled or loaded when it was promoted
     self._said_at = 0.0
 
@@ -105,7 +109,8 @@ class _Standby:
 
   def _wait(self) -> Welcome | None:
     """In the pool, until an id is claimed; None: until the run has ended."""
-    self._declined = 0  # another syncer counts anew
+    self._declined = self._prepared = 0  # another syncer counts anew
+    self._handed = None
     asked = self._wire.contract(joining.holder())
     config, options = joining.adopt(self._config, self._options, asked)
     agreed = joining.agreed(config, options.seed or 0)
@@ -195,6 +200,7 @@ class _Standby:
       fingerprint="" if made is None else made.fingerprint,
       missing=missing,
       declined=self._declined,
+      prepared=self._prepared,
     )
 
   # --- waiting ---------------------------------------------------------------
@@ -216,11 +222,18 @@ class _Standby:
         if asked.manifest is not None:
           self._warm(part, asked.manifest, asked.lines)
           pool.say(self._standing(self._missing()))
-      if word.offer is not None and word.offer.number > self._declined:
-        welcome = self._claim(part, word.offer)
-        if welcome is not None:
-          return welcome
-        pool.say(self._standing(self._missing()))
+      offer = word.offer
+      if offer is None or offer.number != self._prepared:
+        self._handed = None  # what it had prepared for is given up
+      if offer is not None and offer.number > self._declined:
+        if not offer.prepare:
+          welcome = self._claim(part, offer)
+          if welcome is not None:
+            return welcome
+          pool.say(self._standing(self._missing()))
+        elif offer.number > self._prepared:
+          self._prepare_for(part, offer, pool, word)
+          continue
       now = time.monotonic()
       if not stale and now >= look_at:
         stale, look_at = self._behind(word), now + _FOLLOW_S
@@ -256,6 +269,30 @@ class _Standby:
       self._followed[fragment] = merged
 
   # --- a role ----------------------------------------------------------------
+
+  def _prepare_for(
+    self, part: Part, offer: Offer, pool: PoolStream, word: PoolWord
+  ) -> None:
+    """Gets what the learner that is to go can give while it trains."""
+    own = (offer.learner_id, offer.prepare)
+    try:
+      with self._wire.take_state(own) as incoming:
+        self._handed = received(incoming, part.program.specs.opt_state)
+    except (Refused, Unreachable) as error:
+      newer = pool.wait(word, _AGAIN_S)
+      if newer is None or newer.offer != offer:
+        return  # the learner has gone meanwhile, or the plan has
+      _LOG.warning("learner %d cannot be relieved: %s", offer.learner_id, error)
+      self._declined = offer.number
+      pool.say(self._standing(self._missing()))
+      return
+    newest = pool.wait(None, _LOOK_S) or word
+    for fragment in self._behind(newest):
+      assert self._manifest is not None
+      self._follow(self._manifest, fragment)
+    faults.reached("standby.prepared")
+    self._prepared = offer.number
+    pool.say(self._standing(self._missing()))
 
   def _claim(self, part: Part, offer: Offer) -> Welcome | None:
     """Claims the id; None where it is somebody else's by now."""
@@ -301,7 +338,11 @@ class _Standby:
       phases.mark("first_step")
       tell()
 
-    status = taking_part.take_part(part, welcome, phases, first_step)
+    handed, self._handed = self._handed, None
+    if handed is not None:
+      saved = {"schedule_step": handed.schedule_step}
+      handed = dataclasses.replace(handed, saved=saved)
+    status = taking_part.take_part(part, welcome, phases, first_step, handed)
     if compiles.programs - programs > said:
       tell()
     return status

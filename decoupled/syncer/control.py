@@ -317,6 +317,21 @@ class Membership(pb_grpc.MembershipServicer):
     self._driver.call(self._rounds.expect, request.learner_id, request.limit_s)
     return pb.ExpectReply()
 
+  async def Swap(
+    self, request: pb.SwapRequest, context: Context
+  ) -> pb.SwapReply:
+    over = asyncio.Event()
+    try:
+      begun = self._driver.call(self._rounds.swap, request.learner_id)
+      begun.told = over.set
+      if request.wait:
+        await over.wait()
+      if begun.over:
+        raise Refused("given_up", begun.over)
+    except Refused as error:
+      await refuse(context, error)
+    return pb.SwapReply(standby=begun.name)
+
   async def Status(
     self, request: pb.StatusRequest, context: Context
   ) -> pb.StatusReply:

@@ -100,6 +100,32 @@ class Donors:
     self.tick(now)
     return donation
 
+  def ask_itself(
+    self, now: float, learner_id: int, incarnation: int
+  ) -> Donation:
+    """A standby that takes a learner's place wants the state of that one.
+
+    Raises:
+      Refused: `fenced`; `no_donor`: it cannot give any.
+    """
+    member = self._membership.get(learner_id, incarnation)
+    if not (member.gives_state and (member.stepped or member.previous)):
+      raise Refused(
+        "no_donor", f"learner {learner_id} has no optimizer state to give yet"
+      )
+    step_s = 0.0 if math.isnan(member.step_s) else member.step_s
+    donation = Donation(
+      request=next(self._numbers),
+      joiner=learner_id,
+      incarnation=incarnation,
+      asked_at=now,
+      due=now + self._limits.transfer_s + 2 * step_s,
+      donor=learner_id,
+    )
+    self._open[donation.request] = donation
+    self._changed(member)
+    return donation
+
   def done(self, now: float, request: int) -> None:
     """Everything has been passed on."""
     del now

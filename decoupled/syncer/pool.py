@@ -6,6 +6,10 @@ the same program; that one claims it as any learner does, by saying hello. So
 there is one owner, whoever comes first: another standby, a restart, or the
 original, whose claim then is refused. A standby that is not there any more, or
 says nothing, loses the offer to the next one. What nobody can take waits.
+
+A swap that is planned begins while the learner trains (`hand_over`): its
+standby prepares, then the learner is told to leave, and its id is vacant for
+that standby.
 """
 
 import dataclasses
@@ -14,16 +18,18 @@ import math
 from collections.abc import Callable, Collection
 
 from decoupled.errors import Refused
+from decoupled.syncer import handover
+from decoupled.syncer.handover import Handover
 from decoupled.syncer.membership import Member
 from decoupled.syncer.settings import Limits
-from decoupled.types import EventSink, Hello, Offer, Standing
+from decoupled.types import HANDED_OVER, EventSink, Hello, Offer, Standing
 from decoupled.wire.status import StandbyStatus
 
 Lines = tuple[tuple[str, str], ...]
 
-# Told to stop by a person at its terminal: for good. By SIGTERM a machine is
-# taken away, which is what standbys are for.
-_FOR_GOOD = "stopped by SIGINT"
+# By SIGTERM a machine is taken away, which is what standbys are for. Told to
+# stop in any other way, by a person at its terminal, it goes for good.
+_REPLACED = ("stopped by SIGTERM", HANDED_OVER)
 
 
 @dataclasses.dataclass(eq=False)
@@ -59,6 +65,7 @@ class Vacancy:
     since: when it was.
     program: of the one that was lost.
     standby: the one it is offered to, None while nobody can take it.
+    planned: the handover that it comes from, if it does.
     due: when that one must have claimed it.
     note: why nobody can take it, as last said.
   """
@@ -68,6 +75,7 @@ class Vacancy:
   since: float
   program: Lines
   standby: Standby | None = None
+  planned: Handover | None = None
   due: float = math.inf
   note: str = ""
 
@@ -80,6 +88,7 @@ class Pool:
     events: told what is decided.
     t: a time as events have it.
     changed: called when the word to a standby changes.
+    relieve: called when a learner's relief has changed.
   """
 
   def __init__(
@@ -88,15 +97,18 @@ class Pool:
     events: EventSink,
     t: Callable[[float], float] = lambda now: now,
     changed: Callable[[], None] = lambda: None,
+    relieve: Callable[[int], None] = lambda learner_id: None,
   ):
     self._limits = limits
     self._events = events
     self._t = t
     self._changed = changed
+    self._relieve = relieve
     self._numbers = itertools.count(1)
     self._offers = itertools.count(1)
     self._standbys: dict[int, Standby] = {}
     self._vacant: dict[int, Vacancy] = {}
+    self._handovers: dict[int, Handover] = {}
     self._any = False  # a run that has never had a standby decides nothing
     self._programs: dict[int, Lines] = {}
     # per learner the incarnation that a standby has succeeded
@@ -139,7 +151,9 @@ class Pool:
       self._say(now, standby)
     offer = standby.offer
     if offer is not None and standing.declined >= offer.number:
-      self._withdraw(standby)
+      self._withdraw(standby, f"{_name(standby)} could not take it")
+    elif offer is not None and standing.prepared >= offer.number:
+      self._prepared(now, offer.learner_id)
     self.tick(now)
 
   def gone(self, now: float, number: int, why: str) -> None:
@@ -147,7 +161,7 @@ class Pool:
     standby = self._standbys.pop(number, None)
     if standby is None:
       return
-    self._withdraw(standby)
+    self._withdraw(standby, f"{_name(standby)} has gone: {why}")
     self._say(now, standby, why or "gone")
     self.tick(now)
 
@@ -182,16 +196,103 @@ class Pool:
 
   def lost(self, now: float, member: Member, why: str, detail: str) -> None:
     """A learner's claim has ended: `closed`, `lease`, `left` or `drained`."""
+    planned = self._handovers.pop(member.learner_id, None)
     for_good = why == "drained" or (
-      why == "left" and not detail.startswith("stopped by SIGTERM")
+      why == "left" and not detail.startswith(_REPLACED)
     )
+    if for_good and planned is not None:
+      self._give_up(planned, f"the learner has left for good: {detail or why}")
     if for_good:
       return
-    self._vacant[member.learner_id] = Vacancy(
+    vacancy = self._vacant[member.learner_id] = Vacancy(
       member.learner_id,
       member.incarnation,
       now,
       self._programs.get(member.learner_id, ()),
+    )
+    if planned is not None:
+      standby, vacancy.planned = planned.standby, planned
+      assert standby.offer is not None
+      standby.offer = standby.offer._replace(prepare=0)
+      vacancy.standby, vacancy.due = standby, now + self._limits.lease_s
+      self._decide(vacancy, standby, "as planned")
+      self._changed()
+
+  # --- planned swaps -------------------------------------------------------
+
+  def hand_over(self, now: float, member: Member) -> Handover:
+    """Begins to replace a learner that trains.
+
+    Raises:
+      Refused: it is being replaced already, or nobody can; it trains on.
+    """
+    handover.check(member)
+    learner_id = member.learner_id
+    known = self._handovers.get(learner_id)
+    if known is not None:
+      raise Refused(
+        "swapping",
+        f"learner {learner_id} is already being swapped: {known.name} takes "
+        f"its place, {known.stage}",
+      )
+    wanted = Vacancy(
+      learner_id,
+      member.incarnation,
+      now,
+      self._programs.get(learner_id, ()),
+    )
+    free = [s for s in self._standbys.values() if s.ready and s.offer is None]
+    fit = [s for s in free if not _differs(s, wanted)]
+    if not fit:
+      raise Refused(
+        "no_standby",
+        f"learner {learner_id} trains on: {self._nobody(free, wanted)}",
+      )
+    chosen = min(fit, key=lambda s: (s.since, s.number))
+    chosen.offer = Offer(next(self._offers), learner_id, member.incarnation)
+    begun = Handover(
+      learner_id,
+      member.incarnation,
+      chosen,
+      _name(chosen),
+      now + self._limits.transfer_s + self._limits.lease_s,
+    )
+    self._handovers[learner_id] = begun
+    self._plan(begun, "preparing")
+    self._changed()
+    return begun
+
+  def relieved(self, learner_id: int) -> bool:
+    """Whether a learner is to stop now, since its place is taken."""
+    known = self._handovers.get(learner_id)
+    return known is not None and known.prepared
+
+  def _prepared(self, now: float, learner_id: int) -> None:
+    known = self._handovers.get(learner_id)
+    if known is None or known.prepared:
+      return
+    known.prepared = True
+    known.due = now + self._limits.transfer_s
+    self._plan(known, "prepared")
+    self._relieve(learner_id)
+
+  def _give_up(self, known: Handover, why: str) -> None:
+    """The learner trains on, if it is there."""
+    self._handovers.pop(known.learner_id, None)
+    self._plan(known, "given_up", why)
+    known.end(f"learner {known.learner_id} is not swapped: {why}")
+    if known.standby.offer is not None:
+      self._withdraw(known.standby)
+    self._relieve(known.learner_id)
+
+  def _plan(self, known: Handover, state: str, why: str = "") -> None:
+    self._events.emit(
+      "handover",
+      learner=known.learner_id,
+      incarnation=known.incarnation,
+      standby=known.standby.standing.name,
+      state=state,
+      why=why,
     )
 
   def check(self, hello: Hello) -> None:
@@ -220,6 +321,11 @@ class Pool:
       ),
       None,
     )
+    if vacancy is not None and vacancy.planned is not None:
+      planned = vacancy.planned
+      taken = hello.holder == planned.standby.standing.holder
+      self._plan(planned, "done" if taken else "given_up")
+      planned.end("" if taken else f"{hello.holder} has claimed the id")
     if vacancy is not None and vacancy.standby is not None:
       self._withdraw(vacancy.standby)
     if standby is None:
@@ -257,12 +363,17 @@ class Pool:
       f"learner {v.learner_id} has been vacant for {now - v.since:.1f} s: "
       + (v.note if v.standby is None else f"{_name(v.standby)} takes it over")
       for _, v in sorted(self._vacant.items())
+    ) + tuple(
+      f"learner {h.learner_id} is handed over to {h.name}: {h.stage}"
+      for _, h in sorted(self._handovers.items())
     )
 
   # --- time ----------------------------------------------------------------
 
   def close(self) -> None:
     """The run ends: nobody is promoted any more."""
+    for known in list(self._handovers.values()):
+      self._give_up(known, "the run ends")
     for standby in self._standbys.values():
       self._withdraw(standby)
     self._vacant.clear()
@@ -272,7 +383,7 @@ class Pool:
     for standby in list(self._standbys.values()):
       if standby.heard_at + self._limits.lease_s <= now:
         del self._standbys[standby.number]
-        self._withdraw(standby)
+        self._withdraw(standby, f"{_name(standby)} fell silent")
         self._say(now, standby, f"silent for {self._limits.lease_s:g} s")
         self._changed()
     for vacancy in self._vacant.values():
@@ -281,6 +392,9 @@ class Pool:
         late = vacancy.standby
         self._withdraw(late)
         late.since = now
+    for known in list(self._handovers.values()):
+      if known.due <= now:
+        self._give_up(known, f"it took too long; {known.stage}")
     for _, vacancy in sorted(self._vacant.items()):
       if vacancy.standby is None:
         self._assign(now, vacancy)
@@ -289,6 +403,7 @@ class Pool:
     """When `tick` has something to do next, infinity for never."""
     times = [s.heard_at + self._limits.lease_s for s in self._standbys.values()]
     times += [v.due for v in self._vacant.values()]
+    times += [h.due for h in self._handovers.values()]
     return min(times, default=math.inf)
 
   # --- pieces --------------------------------------------------------------
@@ -297,6 +412,9 @@ class Pool:
     """Offers an id to the one that has been ready longest, if one fits."""
     free = [s for s in self._standbys.values() if s.ready and s.offer is None]
     fit = [s for s in free if not _differs(s, vacancy)]
+    if not fit and self._preempt(vacancy):
+      self._assign(now, vacancy)
+      return
     if not fit:
       note = self._nobody(free, vacancy)
       if note != vacancy.note:
@@ -310,6 +428,15 @@ class Pool:
     vacancy.due = now + self._limits.lease_s
     self._decide(vacancy, chosen, f"ready for {now - chosen.since:.1f} s")
     self._changed()
+
+  def _preempt(self, vacancy: Vacancy) -> bool:
+    """Takes a standby from a plan: a learner that died needs it more."""
+    for known in self._handovers.values():
+      if not (known.prepared or _differs(known.standby, vacancy)):
+        lost = vacancy.learner_id
+        self._give_up(known, f"learner {lost} has died and needs its standby")
+        return True
+    return False
 
   def _decide(
     self, vacancy: Vacancy, standby: Standby | None, why: str
@@ -333,7 +460,7 @@ class Pool:
     said += [f"{_name(s)} is not ready: {s.standing.missing}" for s in missing]
     return "no standby is free: " + "; ".join(said)
 
-  def _withdraw(self, standby: Standby) -> None:
+  def _withdraw(self, standby: Standby, why: str = "") -> None:
     """A standby has no offer any more; the id of it is nobody's."""
     offer, standby.offer = standby.offer, None
     if offer is None:
@@ -341,6 +468,15 @@ class Pool:
     vacancy = self._vacant.get(offer.learner_id)
     if vacancy is not None and vacancy.standby is standby:
       vacancy.standby, vacancy.due = None, math.inf
+      if vacancy.planned is not None:
+        planned, vacancy.planned = vacancy.planned, None
+        planned.end(
+          f"{why or planned.name + ' did not come in time'}: learner "
+          f"{vacancy.learner_id} has left, and waits for the next standby"
+        )
+    known = self._handovers.get(offer.learner_id)
+    if known is not None and known.standby is standby:
+      self._give_up(known, why or "its standby is needed elsewhere")
     self._changed()
 
   def _say(self, now: float, standby: Standby, gone: str = "") -> None:

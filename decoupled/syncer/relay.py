@@ -53,7 +53,9 @@ class Relay(pb_grpc.DonationsServicer):
   ) -> None:
     try:
       donation = self._driver.call(
-        self._donors.ask, request.learner_id, request.incarnation
+        self._donors.ask_itself if request.own else self._donors.ask,
+        request.learner_id,
+        request.incarnation,
       )
       await self._pass_down(donation, context)
     except Refused as error:

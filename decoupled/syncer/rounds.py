@@ -33,6 +33,7 @@ from decoupled.errors import ConfigError, Refused
 from decoupled.syncer import checks
 from decoupled.syncer.accounts import Accounts
 from decoupled.syncer.donors import Donors
+from decoupled.syncer.handover import Handover
 from decoupled.syncer.membership import Member, Membership
 from decoupled.syncer.merging import MergeJob, Round
 from decoupled.syncer.model import GlobalModel
@@ -123,7 +124,9 @@ class Rounds:
     self._common_changes = 0
     self.membership = Membership(limits.lease_s, {})
     self.donors = Donors(self.membership, limits, events, self._changed)
-    self.pool = Pool(limits, events, self._t, self._pool_changed)
+    self.pool = Pool(
+      limits, events, self._t, self._pool_changed, self._relief_changed
+    )
     self.contract = dict(plan.contract)
     self.model: GlobalModel | None = None
     self.accounts: Accounts | None = None
@@ -376,6 +379,21 @@ class Rounds:
   def expect(self, now: float, learner_id: int, limit_s: float) -> None:
     """Somebody restarts that learner: do not end before it is back."""
     self._owed[learner_id] = now + limit_s
+
+  def swap(self, now: float, learner_id: int) -> Handover:
+    """Has a standby take a learner's place; raises Refused with the reason."""
+    if self.phase is not Phase.TRAINING or self.drain_why or self._leaving:
+      raise Refused(
+        "phase", f"the run is {self.phase}, and swaps nobody in this phase"
+      )
+    member = self.membership.live.get(learner_id)
+    if member is None:
+      known = ", ".join(map(str, sorted(self.membership.live)))
+      raise Refused(
+        "unknown",
+        f"learner {learner_id} is not in the run; there are: {known or 'none'}",
+      )
+    return self.pool.hand_over(now, member)
 
   def _remove(self, now: float, member: Member, why: str, detail: str) -> None:
     if self.phase is Phase.ENDED:
@@ -658,6 +676,7 @@ class Rounds:
       donate=self.donors.asked_of(learner_id),
       claims=None if member.report is None else claims,
       data_ended=data_ended,
+      relieved=self.pool.relieved(learner_id),
     )
 
   @property
@@ -749,6 +768,12 @@ class Rounds:
   def _pool_changed(self) -> None:
     """What standbys are told may have changed; learners hear nothing new."""
     self.generation += 1
+
+  def _relief_changed(self, learner_id: int) -> None:
+    """A learner is told to stop for a standby, or no longer is."""
+    member = self.membership.live.get(learner_id)
+    if member is not None:
+      self._changed(member)
 
   # --- start -------------------------------------------------------------
 

@@ -388,24 +388,38 @@ class GrpcLearnerWire:
     arrays = codecs.decode(encoding.codec, assembly.finish(), base)
     return dataclasses.replace(merged, arrays=arrays)
 
-  @contextlib.contextmanager
-  def take_state(self) -> Iterator[states.Incoming]:
+  def take_state(
+    self, own: tuple[int, int] | None = None
+  ) -> contextlib.AbstractContextManager[states.Incoming]:
     """Asks for a donor's optimizer state; ask again for another donor's.
 
     Blocks while it comes; the syncer ends a transfer that does not move.
+
+    Args:
+      own: the learner and incarnation whose own state it is to be, for the
+        standby that prepares to take its place, which has claimed nothing.
 
     Raises:
       Refused: `no_donor`: nobody (else) can give one; `donor`: this one
         failed; or what came was damaged.
       Unreachable: the syncer is gone.
     """
-    call: Any = self._donations.Take(
-      donations_pb2.TakeRequest(
-        learner_id=self._granted.learner_id,
-        incarnation=self._granted.incarnation,
-      ),
-      metadata=self._metadata,
+    granted = (
+      (self._granted.learner_id, self._granted.incarnation)
+      if own is None
+      else own
     )
+    return self._taken(
+      donations_pb2.TakeRequest(
+        learner_id=granted[0], incarnation=granted[1], own=own is not None
+      )
+    )
+
+  @contextlib.contextmanager
+  def _taken(
+    self, request: donations_pb2.TakeRequest
+  ) -> Iterator[states.Incoming]:
+    call: Any = self._donations.Take(request, metadata=self._metadata)
     try:
       yield states.Incoming(call)
     except grpc.RpcError as error:
@@ -435,6 +449,22 @@ class GrpcLearnerWire:
       raise failure(error, self._address, self._transfer_s) from None
     if reply.refusal:
       raise Refused(reply.refusal, reply.message)
+
+  def ask_for_swap(self, limit_s: float) -> str:
+    """Asks for a standby to take this learner's place; returns its name.
+
+    Raises:
+      Refused: nobody can, or the run has something else to do.
+      Unreachable: no answer within the limit.
+    """
+    request = membership_pb2.SwapRequest(learner_id=self._granted.learner_id)
+    try:
+      reply = self._membership.Swap(
+        request, timeout=limit_s, metadata=self._metadata
+      )
+    except grpc.RpcError as error:
+      raise failure(error, self._address, limit_s) from None
+    return str(reply.standby)
 
   def leave(self, why: str = "") -> None:
     """Says goodbye, then ends the control stream."""
@@ -500,6 +530,16 @@ class AdminClient:
       learner_id=learner_id, limit_s=limit_s
     )
     self._call(self._stub.Expect, request)
+
+  def swap(self, learner_id: int) -> str:
+    """Has a standby take a learner's place; returns its name when it has.
+
+    Raises:
+      Refused: it cannot be, or was given up; the learner trains on.
+      Unreachable: no answer within the limit.
+    """
+    request = membership_pb2.SwapRequest(learner_id=learner_id, wait=True)
+    return str(self._call(self._stub.Swap, request).standby)
 
   def close(self) -> None:
     self._channel.close()

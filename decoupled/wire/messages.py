@@ -513,6 +513,7 @@ def announcement_to(said: Announcement) -> membership_pb.Announcement:
     note=said.note[:MAX_TEXT],
     donate=said.donate,
     data=claims_to(said),
+    relieved=said.relieved,
   )
 
 
@@ -545,6 +546,7 @@ def announcement_from(message: membership_pb.Announcement) -> Announcement:
     donate=_number("announcement.donate", message.donate),
     claims=claims_from(message),
     data_ended=message.data.ended,
+    relieved=message.relieved,
   )
 
 
@@ -641,6 +643,7 @@ def standing_to(standing: Standing) -> pool_pb.Standing:
     fingerprint=standing.fingerprint,
     missing=standing.missing,
     declined=standing.declined,
+    prepared=standing.prepared,
   )
 
 
@@ -654,6 +657,7 @@ def standing_from(message: pool_pb.Standing) -> Standing:
     fingerprint=_text("standing.fingerprint", message.fingerprint),
     missing=_text("standing.missing", message.missing),
     declined=_number("standing.declined", message.declined),
+    prepared=_number("standing.prepared", message.prepared),
     protocol=message.protocol,
   )
 
@@ -667,7 +671,11 @@ def pool_word_to(word: PoolWord) -> pool_pb.PoolWord:
     offer=(
       None
       if offer is None
-      else pool_pb.Offer(number=offer.number, learner_id=offer.learner_id)
+      else pool_pb.Offer(
+        number=offer.number,
+        learner_id=offer.learner_id,
+        prepare=offer.prepare,
+      )
     ),
     heartbeat_s=word.heartbeat_s,
   )
@@ -680,6 +688,7 @@ def pool_word_from(message: pool_pb.PoolWord) -> PoolWord:
     offer = Offer(
       _number("offer.number", message.offer.number),
       _learner("offer.learner_id", message.offer.learner_id),
+      _number("offer.prepare", message.offer.prepare),
     )
   return PoolWord(
     run_id=_text("word.run_id", message.run_id),

@@ -113,14 +113,14 @@ FLAGS = {
     "started_at",
     "name",
   },
-  "coordinator": {"workdir", "bind", "token_file", "tls_cert", "tls_key"},
+  "drain": {"workdir", "limit_s", "syncer_address", "token_file", "tls_ca"},
   "stop": {"workdir", "limit_s", "syncer_address", "token_file", "tls_ca"},
+  "coordinator": {"workdir", "bind", "token_file", "tls_cert", "tls_key"},
   "certs": {"out", "hosts", "days"},
   "report": {"workdir"},
   "checkpoints": {"workdir", "store", "json"},
 }
 LATER = {
-  "drain",
   "chaos",
   "generate",
   "export",

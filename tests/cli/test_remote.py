@@ -54,3 +54,10 @@ def test_a_syncer_that_is_not_there_is_one_line(dialled, capsys):
   said = capsys.readouterr().err
   assert said.count("\n") == 1
   assert "127.0.0.1:9" in said
+
+
+@pytest.mark.parametrize("words", ["syncer", "learner/0/host/1", "learner/x"])
+def test_only_whole_learners_are_drained(words, tmp_path, capsys):
+  assert cli.main(["drain", words, f"--workdir={tmp_path}"]) == 2
+  said = capsys.readouterr().err
+  assert f"'{words}' cannot be drained: name one learner" in said

@@ -210,3 +210,24 @@ def test_asking_anew_ends_what_was_asked_before():
   second = run.ask()
   assert "asked anew" in first.over
   assert second.donor == 0
+
+
+def test_a_learner_gives_its_own_state_to_the_standby_that_relieves_it():
+  run = Run({0: 3, 1: 8})
+  incarnation = run.membership.live[0].incarnation
+  donation = run.donors.ask_itself(1.0, 0, incarnation)
+  assert run.told(0) == donation.request
+  # others that join find another donor meanwhile
+  assert run.ask(1.0).donor == 1
+  run.donors.moved(1.5, donation.request, 0, incarnation, 100)
+  run.donors.done(2.0, donation.request)
+  assert donation.over == ""
+  assert run.told(0) == 0
+  # one that goes in the middle of it does not leave the standby waiting
+  again = run.donors.ask_itself(3.0, 0, incarnation)
+  run.leave(0)
+  assert "has gone" in again.over
+  with pytest.raises(Refused, match="join again"):
+    run.donors.ask_itself(4.0, 0, incarnation)
+  with pytest.raises(Refused, match="no optimizer state to give yet"):
+    run.donors.ask_itself(4.0, 9, run.membership.live[9].incarnation)

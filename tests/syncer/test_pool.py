@@ -11,7 +11,7 @@ from decoupled.syncer.membership import Membership
 from decoupled.syncer.pool import Pool
 from decoupled.syncer.rounds import Plan, Rounds
 from decoupled.syncer.settings import Limits
-from decoupled.types import Hello, Phase, Standing, TensorSpec
+from decoupled.types import HANDED_OVER, Hello, Phase, Standing, TensorSpec
 
 LIMITS = Limits(lease_s=5.0)
 PROGRAM = (("devices", "2 x cpu"), ("jax", "0.10.2"))
@@ -232,3 +232,144 @@ def test_a_run_does_not_end_or_drain_into_a_promotion():
   run.disconnected(1.3, 1, other.incarnation, "closed")
   assert run.pool.offer(number) is None
   assert run.phase is Phase.ENDED
+
+
+# --- planned swaps ---------------------------------------------------------
+
+
+class Planned(Run):
+  """A run in which learners have stepped, and may be handed over."""
+
+  def __init__(self, learners=(0, 1)):
+    self.told = []
+    super().__init__(learners)
+    self.pool = Pool(LIMITS, self.events, relieve=self.told.append)
+    for learner in learners:
+      self.membership.remove(learner)
+      self.claim(0.0, learner, f"h:{learner}")
+
+  def claim(self, now, learner, holder, previous=0, program=PROGRAM):
+    member = super().claim(now, learner, holder, previous, program)
+    member.gives_state = member.stepped = True
+    return member
+
+  def plan(self, now, learner):
+    return self.pool.hand_over(now, self.membership.live[learner])
+
+  def states(self):
+    return [e["state"] for e in self.events.of("handover")]
+
+
+def test_a_standby_prepares_while_the_learner_trains_and_then_takes_its_id():
+  run = Planned()
+  number = run.pool.entered(1.0, standing(0))
+  plan = run.plan(2.0, 1)
+  incarnation = run.membership.live[1].incarnation
+  offer = run.pool.offer(number)
+  assert (offer.learner_id, offer.prepare) == (1, incarnation)
+  assert not run.pool.relieved(1)
+  assert "learner 1 is handed over to standby/0" in run.pool.vacancies(2.0)[0]
+  run.pool.said(3.0, number, standing(0, prepared=offer.number))
+  assert run.pool.relieved(1)
+  assert run.told == [1]
+  run.lose(4.0, 1, "left", HANDED_OVER)
+  # the same offer, to be claimed now
+  assert run.pool.offer(number) == offer._replace(prepare=0)
+  assert plan.over is None
+  member = run.claim(4.1, 1, "h:90")
+  assert member.incarnation == incarnation + 1
+  assert plan.over == ""
+  assert run.states() == ["preparing", "prepared", "done"]
+  with pytest.raises(Refused, match="standby took learner 1 over"):
+    run.claim(5.0, 1, "h:1", previous=incarnation)
+
+
+def test_a_learner_that_dies_while_its_standby_prepares_is_replaced_by_it():
+  run = Planned()
+  numbers = [run.pool.entered(1.0, standing(n)) for n in range(2)]
+  plan = run.plan(2.0, 0)
+  run.lose(2.5, 0)
+  assert [run.offered(n) for n in numbers] == [0, None]
+  # and if that one dies, too, by the next
+  run.pool.gone(3.0, numbers[0], "its connection closed")
+  assert "waits for the next standby" in plan.over
+  assert run.offered(numbers[1]) == 0
+
+
+@pytest.mark.parametrize("how", ["gone", "declined", "silent", "late"])
+def test_a_plan_whose_standby_fails_leaves_the_learner_where_it_is(how):
+  run = Planned()
+  number = run.pool.entered(1.0, standing(0))
+  plan = run.plan(2.0, 0)
+  offer = run.pool.offer(number)
+  if how == "gone":
+    run.pool.gone(3.0, number, "its connection closed")
+  elif how == "declined":
+    run.pool.said(3.0, number, standing(0, declined=offer.number))
+    assert run.pool.offer(number) is None
+  elif how == "silent":
+    run.pool.tick(6.0)
+  else:
+    for now in range(3, 40):
+      run.pool.said(float(now), number, standing(0))
+  assert "learner 0 is not swapped" in plan.over
+  assert not run.pool.relieved(0)
+  assert run.states() == ["preparing", "given_up"]
+  assert run.pool.vacancies(50.0) == ()
+
+
+def test_a_death_needs_a_standby_more_than_a_plan_does():
+  run = Planned()
+  number = run.pool.entered(1.0, standing(0))
+  plan = run.plan(2.0, 0)
+  run.lose(3.0, 1)
+  assert "learner 1 has died" in plan.over
+  assert run.offered(number) == 1
+  assert run.pool.offer(number).prepare == 0
+
+
+def test_what_cannot_be_swapped_is_refused_with_the_reason():
+  run = Planned()
+  with pytest.raises(Refused, match="trains on: there is no standby"):
+    run.plan(1.0, 0)
+  number = run.pool.entered(1.0, standing(0, "it compiles"))
+  with pytest.raises(Refused, match=r"standby/0 .* is not ready: it compiles"):
+    run.plan(1.0, 0)
+  other = (("devices", "2 x cpu"), ("jax", "0.12.0"))
+  run.pool.said(1.5, number, standing(0, program=other))
+  with pytest.raises(Refused, match=r"has jax = 0\.12\.0, learner 0 had 0\.10"):
+    run.plan(2.0, 0)
+  run.pool.said(2.5, number, standing(0))
+  run.membership.live[0].stepped = False
+  with pytest.raises(Refused, match="has not finished a step"):
+    run.plan(3.0, 0)
+  run.membership.live[0].hosts = 2
+  with pytest.raises(Refused, match="has 2 hosts"):
+    run.plan(3.0, 0)
+  run.plan(3.0, 1)
+  with pytest.raises(Refused, match="already being swapped: standby/0"):
+    run.plan(3.5, 1)
+
+
+def test_the_end_of_the_run_gives_plans_up():
+  run = Planned()
+  run.pool.entered(1.0, standing(0))
+  plan = run.plan(2.0, 0)
+  run.pool.close()
+  assert "the run ends" in plan.over
+
+
+@pytest.mark.parametrize(
+  ("key", "value"),
+  [("devices", "4 x cpu"), ("jax", "0.12.0"), ("jaxlib", "0.12.0")],
+)
+def test_what_differs_of_a_program_is_named_with_both_sides(key, value):
+  run = Run()
+  program = (*((k, v) for k, v in PROGRAM if k != key), (key, value))
+  number = run.pool.entered(1.0, standing(0, program=program))
+  run.lose(2.0, 0)
+  assert run.offered(number) is None
+  had = dict(PROGRAM).get(key, "nothing")
+  assert (
+    f"has {key} = {value}, learner 0 had {had}" in (run.pool.vacancies(3.0)[0])
+  )

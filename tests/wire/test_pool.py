@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,13 +12,16 @@ from decoupled.errors import Refused, Unreachable
 from decoupled.syncer.rounds import Plan, Rounds
 from decoupled.syncer.settings import Limits
 from decoupled.types import (
+  HANDED_OVER,
   NO_VERSION,
   Contribution,
   CopyHeader,
   CopyId,
+  Leaf,
   Offer,
   Phase,
   Standing,
+  StateHeader,
   Version,
 )
 from decoupled.wire.client import AdminClient, GrpcLearnerWire
@@ -56,10 +60,12 @@ def dial(syncer):
     one.close()
 
 
-def join(wire, learner_id=0):
+def join(wire, learner_id=0, said=None):
   hello = fakes.hello(learner_id, contract=(), holder=f"h:{learner_id}")
-  welcome = wire.hello(dataclasses.replace(hello, program=PROGRAM))
-  said = []
+  welcome = wire.hello(
+    dataclasses.replace(hello, program=PROGRAM, gives_state=True)
+  )
+  said = [] if said is None else said
   wire.listen(said.append, said.append)
   wait_until(lambda: said, "the control stream")
   return welcome
@@ -151,3 +157,51 @@ def test_the_end_of_the_run_and_of_the_syncer_are_heard(syncer, dial):
   with pytest.raises((Refused, Unreachable)):
     word(pool, lambda w: False)
   pool.close()
+
+
+def test_a_planned_swap_from_the_operators_call_to_the_claim(syncer, dial):
+  learner, standby, said = dial(), dial(), []
+  welcome = join(learner, said=said)
+  for p in (0, 1):
+    seed(learner, welcome, p)
+  pool = standby.pool(READY)
+  word(pool, lambda w: w.phase is Phase.TRAINING)
+  held = (Version(1, 0), Version(1, 0))
+  learner.report(fakes.report(1, versions=held))
+  wait_until(lambda: syncer.rounds.membership.live[0].stepped, "a step")
+  count = np.arange(5, dtype=np.int32)
+
+  def give():
+    wait_until(lambda: said[-1].donate, "the request")
+    leaf = Leaf("count", count.shape, "int32")
+    learner.give_state(
+      StateHeader(said[-1].donate, 0, 1, 9, 11, (leaf,)), [count]
+    )
+
+  with (
+    AdminClient(syncer.address, TOKEN, limit_s=LIMIT_S) as admin,
+    ThreadPoolExecutor(2) as threads,
+  ):
+    with pytest.raises(Refused, match=r"learner 7 is not in the run; .*: 0"):
+      admin.swap(7)
+    swapped = threads.submit(admin.swap, 0)
+    offer = word(pool, lambda w: w.offer).offer
+    assert (offer.learner_id, offer.prepare) == (0, 1)
+    with pytest.raises(Refused, match="already being swapped: standby/0"):
+      admin.swap(0)
+    assert "it prepares while the learner trains" in admin.status().vacant[0]
+    given = threads.submit(give)
+    with standby.take_state((0, 1)) as incoming:
+      assert incoming.header.schedule_step == 11
+      [taken] = incoming.arrays()
+      np.testing.assert_array_equal(taken, count)
+    given.result(LIMIT_S)
+    assert not said[-1].relieved
+    pool.say(dataclasses.replace(READY, prepared=offer.number))
+    wait_until(lambda: said[-1].relieved, "the relief")
+    learner.leave(HANDED_OVER)
+    word(pool, lambda w: w.offer == Offer(offer.number, 0))
+    assert not swapped.done()
+    hello = fakes.hello(0, contract=(), holder="s:1")
+    assert standby.hello(hello).incarnation == 2
+    assert swapped.result(LIMIT_S) == "standby/0 (s:1)"

@@ -122,6 +122,7 @@ def test_every_call_needs_the_exact_token(server, metadata):
       lambda: member.Drain(membership_pb2.DrainRequest(), **options),
       lambda: member.Status(membership_pb2.StatusRequest(), **options),
       lambda: member.Expect(membership_pb2.ExpectRequest(), **options),
+      lambda: member.Swap(membership_pb2.SwapRequest(), **options),
       lambda: next(member.Control(iter(()), **options)),
       lambda: next(store.Fetch(fragments_pb2.FetchRequest(), **options)),
       lambda: store.Contribute(never(), **options),

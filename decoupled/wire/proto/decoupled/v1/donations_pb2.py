@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from decoupled.wire.proto.decoupled.v1 import fragments_pb2 as decoupled_dot_v1_dot_fragments__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65\x63oupled/v1/donations.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x1c\x64\x65\x63oupled/v1/fragments.proto\"6\n\x0bTakeRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\"2\n\x04Leaf\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\x8b\x01\n\x0bStateHeader\x12\x0f\n\x07request\x18\x01 \x01(\x03\x12\r\n\x05\x64onor\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x15\n\rschedule_step\x18\x05 \x01(\x03\x12\"\n\x06leaves\x18\x06 \x03(\x0b\x32\x12.decoupled.v1.Leaf\"e\n\nStateChunk\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.decoupled.v1.StateHeaderH\x00\x12\"\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x12.decoupled.v1.DataH\x00\x42\x06\n\x04part\"-\n\tGiveReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\x87\x01\n\tDonations\x12=\n\x04Take\x12\x19.decoupled.v1.TakeRequest\x1a\x18.decoupled.v1.StateChunk0\x01\x12;\n\x04Give\x12\x18.decoupled.v1.StateChunk\x1a\x17.decoupled.v1.GiveReply(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x64\x65\x63oupled/v1/donations.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x1c\x64\x65\x63oupled/v1/fragments.proto\"C\n\x0bTakeRequest\x12\x12\n\nlearner_id\x18\x01 \x01(\x05\x12\x13\n\x0bincarnation\x18\x02 \x01(\x03\x12\x0b\n\x03own\x18\x03 \x01(\x08\"2\n\x04Leaf\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"\x8b\x01\n\x0bStateHeader\x12\x0f\n\x07request\x18\x01 \x01(\x03\x12\r\n\x05\x64onor\x18\x02 \x01(\x05\x12\x13\n\x0bincarnation\x18\x03 \x01(\x03\x12\x0c\n\x04step\x18\x04 \x01(\x03\x12\x15\n\rschedule_step\x18\x05 \x01(\x03\x12\"\n\x06leaves\x18\x06 \x03(\x0b\x32\x12.decoupled.v1.Leaf\"e\n\nStateChunk\x12+\n\x06header\x18\x01 \x01(\x0b\x32\x19.decoupled.v1.StateHeaderH\x00\x12\"\n\x04\x64\x61ta\x18\x02 \x01(\x0b\x32\x12.decoupled.v1.DataH\x00\x42\x06\n\x04part\"-\n\tGiveReply\x12\x0f\n\x07refusal\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t2\x87\x01\n\tDonations\x12=\n\x04Take\x12\x19.decoupled.v1.TakeRequest\x1a\x18.decoupled.v1.StateChunk0\x01\x12;\n\x04Give\x12\x18.decoupled.v1.StateChunk\x1a\x17.decoupled.v1.GiveReply(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,15 +33,15 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'decoupled.v1.donations_pb2'
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TAKEREQUEST']._serialized_start=76
-  _globals['_TAKEREQUEST']._serialized_end=130
-  _globals['_LEAF']._serialized_start=132
-  _globals['_LEAF']._serialized_end=182
-  _globals['_STATEHEADER']._serialized_start=185
-  _globals['_STATEHEADER']._serialized_end=324
-  _globals['_STATECHUNK']._serialized_start=326
-  _globals['_STATECHUNK']._serialized_end=427
-  _globals['_GIVEREPLY']._serialized_start=429
-  _globals['_GIVEREPLY']._serialized_end=474
-  _globals['_DONATIONS']._serialized_start=477
-  _globals['_DONATIONS']._serialized_end=612
+  _globals['_TAKEREQUEST']._serialized_end=143
+  _globals['_LEAF']._serialized_start=145
+  _globals['_LEAF']._serialized_end=195
+  _globals['_STATEHEADER']._serialized_start=198
+  _globals['_STATEHEADER']._serialized_end=337
+  _globals['_STATECHUNK']._serialized_start=339
+  _globals['_STATECHUNK']._serialized_end=440
+  _globals['_GIVEREPLY']._serialized_start=442
+  _globals['_GIVEREPLY']._serialized_end=487
+  _globals['_DONATIONS']._serialized_start=490
+  _globals['_DONATIONS']._serialized_end=625
 # @@protoc_insertion_point(module_scope)

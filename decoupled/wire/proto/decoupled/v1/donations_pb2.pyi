@@ -27,17 +27,21 @@ class TakeRequest(_message.Message):
 
     LEARNER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
     learner_id: _builtins.int
     incarnation: _builtins.int
+    own: _builtins.bool
+    """that learner's own, for the standby that takes its place"""
     def __init__(
         self,
         *,
         learner_id: _builtins.int = ...,
         incarnation: _builtins.int = ...,
+        own: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "learner_id", b"learner_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "learner_id", b"learner_id", "own", b"own"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -686,6 +686,7 @@ class Announcement(_message.Message):
     COMMON_STEP_FIELD_NUMBER: _builtins.int
     NOTE_FIELD_NUMBER: _builtins.int
     DONATE_FIELD_NUMBER: _builtins.int
+    RELIEVED_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     seq: _builtins.int
@@ -698,6 +699,8 @@ class Announcement(_message.Message):
     """what is waited for, in a sentence"""
     donate: _builtins.int
     """request for its optimizer state, 0 = none"""
+    relieved: _builtins.bool
+    """a standby is prepared: stop, and leave"""
     @_builtins.property
     def open(self) -> _containers.RepeatedCompositeFieldContainer[Global___OpenRound]: ...
     @_builtins.property
@@ -726,11 +729,12 @@ class Announcement(_message.Message):
         common_step: _builtins.int = ...,
         note: _builtins.str = ...,
         donate: _builtins.int = ...,
+        relieved: _builtins.bool = ...,
         data: Global___Claims | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["common_step", b"common_step", "data", b"data", "donate", b"donate", "next_open_in_s", b"next_open_in_s", "next_round", b"next_round", "note", b"note", "open", b"open", "pace_s", b"pace_s", "phase", b"phase", "refused", b"refused", "seq", b"seq", "term", b"term", "versions", b"versions", "wanted", b"wanted"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["common_step", b"common_step", "data", b"data", "donate", b"donate", "next_open_in_s", b"next_open_in_s", "next_round", b"next_round", "note", b"note", "open", b"open", "pace_s", b"pace_s", "phase", b"phase", "refused", b"refused", "relieved", b"relieved", "seq", b"seq", "term", b"term", "versions", b"versions", "wanted", b"wanted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -810,6 +814,49 @@ class ExpectReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExpectReply: _TypeAlias = ExpectReply  # noqa: Y015
+
+@_typing.final
+class SwapRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNER_ID_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    learner_id: _builtins.int
+    wait: _builtins.bool
+    """answer when it is done, or was given up"""
+    def __init__(
+        self,
+        *,
+        learner_id: _builtins.int = ...,
+        wait: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner_id", b"learner_id", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapRequest: _TypeAlias = SwapRequest  # noqa: Y015
+
+@_typing.final
+class SwapReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STANDBY_FIELD_NUMBER: _builtins.int
+    standby: _builtins.str
+    """who takes its place"""
+    def __init__(
+        self,
+        *,
+        standby: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["standby", b"standby"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SwapReply: _TypeAlias = SwapReply  # noqa: Y015
 
 @_typing.final
 class StatusRequest(_message.Message):

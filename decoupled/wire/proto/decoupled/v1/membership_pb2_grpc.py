@@ -64,6 +64,11 @@ class MembershipStub:
                 request_serializer=decoupled_dot_v1_dot_membership__pb2.ExpectRequest.SerializeToString,
                 response_deserializer=decoupled_dot_v1_dot_membership__pb2.ExpectReply.FromString,
                 _registered_method=True)
+        self.Swap = channel.unary_unary(
+                '/decoupled.v1.Membership/Swap',
+                request_serializer=decoupled_dot_v1_dot_membership__pb2.SwapRequest.SerializeToString,
+                response_deserializer=decoupled_dot_v1_dot_membership__pb2.SwapReply.FromString,
+                _registered_method=True)
 
 
 class MembershipServicer:
@@ -110,6 +115,13 @@ class MembershipServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Swap(self, request, context):
+        """Has a standby take a learner's place while that one still trains.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -142,6 +154,11 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.Expect,
                     request_deserializer=decoupled_dot_v1_dot_membership__pb2.ExpectRequest.FromString,
                     response_serializer=decoupled_dot_v1_dot_membership__pb2.ExpectReply.SerializeToString,
+            ),
+            'Swap': grpc.unary_unary_rpc_method_handler(
+                    servicer.Swap,
+                    request_deserializer=decoupled_dot_v1_dot_membership__pb2.SwapRequest.FromString,
+                    response_serializer=decoupled_dot_v1_dot_membership__pb2.SwapReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -306,6 +323,33 @@ class Membership:
             '/decoupled.v1.Membership/Expect',
             decoupled_dot_v1_dot_membership__pb2.ExpectRequest.SerializeToString,
             decoupled_dot_v1_dot_membership__pb2.ExpectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Swap(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/decoupled.v1.Membership/Swap',
+            decoupled_dot_v1_dot_membership__pb2.SwapRequest.SerializeToString,
+            decoupled_dot_v1_dot_membership__pb2.SwapReply.FromString,
             options,
             channel_credentials,
             insecure,

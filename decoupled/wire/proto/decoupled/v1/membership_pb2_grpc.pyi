@@ -46,6 +46,8 @@ class MembershipStub:
     Status: _grpc.UnaryUnaryMultiCallable[_membership_pb2.StatusRequest, _membership_pb2.StatusReply]
     Expect: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ExpectRequest, _membership_pb2.ExpectReply]
     """Says that a learner is being restarted: the run does not end meanwhile."""
+    Swap: _grpc.UnaryUnaryMultiCallable[_membership_pb2.SwapRequest, _membership_pb2.SwapReply]
+    """Has a standby take a learner's place while that one still trains."""
 
 @_typing.type_check_only
 class MembershipAsyncStub(MembershipStub):
@@ -61,6 +63,8 @@ class MembershipAsyncStub(MembershipStub):
     Status: _aio.UnaryUnaryMultiCallable[_membership_pb2.StatusRequest, _membership_pb2.StatusReply]  # type: ignore[assignment]
     Expect: _aio.UnaryUnaryMultiCallable[_membership_pb2.ExpectRequest, _membership_pb2.ExpectReply]  # type: ignore[assignment]
     """Says that a learner is being restarted: the run does not end meanwhile."""
+    Swap: _aio.UnaryUnaryMultiCallable[_membership_pb2.SwapRequest, _membership_pb2.SwapReply]  # type: ignore[assignment]
+    """Has a standby take a learner's place while that one still trains."""
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -109,5 +113,13 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.ExpectReply, _abc.Awaitable[_membership_pb2.ExpectReply]]:
         """Says that a learner is being restarted: the run does not end meanwhile."""
+
+    @_abc_1.abstractmethod
+    def Swap(
+        self,
+        request: _membership_pb2.SwapRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.SwapReply, _abc.Awaitable[_membership_pb2.SwapReply]]:
+        """Has a standby take a learner's place while that one still trains."""
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -37,6 +37,7 @@ class Standing(_message.Message):
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     DECLINED_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     name: _builtins.str
     """as its runner calls it"""
@@ -49,6 +50,8 @@ class Standing(_message.Message):
     """what it still does; empty: it is ready"""
     declined: _builtins.int
     """the newest offer that it could not take"""
+    prepared: _builtins.int
+    """the newest offer that it has prepared for"""
     @_builtins.property
     def contract(self) -> _containers.RepeatedCompositeFieldContainer[_membership_pb2.ContractLine]:
         """what it was built for"""
@@ -69,10 +72,11 @@ class Standing(_message.Message):
         fingerprint: _builtins.str = ...,
         missing: _builtins.str = ...,
         declined: _builtins.int = ...,
+        prepared: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "declined", b"declined", "fingerprint", b"fingerprint", "holder", b"holder", "missing", b"missing", "name", b"name", "program", b"program", "protocol", b"protocol", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contract", b"contract", "declined", b"declined", "fingerprint", b"fingerprint", "holder", b"holder", "missing", b"missing", "name", b"name", "prepared", b"prepared", "program", b"program", "protocol", b"protocol", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -84,17 +88,21 @@ class Offer(_message.Message):
 
     NUMBER_FIELD_NUMBER: _builtins.int
     LEARNER_ID_FIELD_NUMBER: _builtins.int
+    PREPARE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     learner_id: _builtins.int
+    prepare: _builtins.int
+    """of this incarnation, which still trains; 0: claim it"""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         learner_id: _builtins.int = ...,
+        prepare: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner_id", b"learner_id", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner_id", b"learner_id", "number", b"number", "prepare", b"prepare"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
