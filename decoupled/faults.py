@@ -74,6 +74,7 @@ POINTS: Mapping[str, str] = {
   "donor.donating": "The head of an optimizer state has gone to a joiner.",
   "donor.receiving": "A part of a donor's optimizer state is here.",
   "standby.offered": "An id is offered to a standby; it has not claimed it.",
+  "standby.prepared": "All for a planned swap is here; the old one trains.",
   "standby.claimed": "A standby has claimed an id; it has taken no step.",
   "syncer.relaying": "A part of an optimizer state is to be passed on.",
 }
