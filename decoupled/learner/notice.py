@@ -9,7 +9,6 @@ import logging
 import signal
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from decoupled.errors import DecoupledError
 from decoupled.launch.termination import Termination
@@ -18,32 +17,28 @@ _LOG = logging.getLogger("decoupled.learner")
 _ASK_S = 2.0
 
 
-class Relief(Protocol):
-  """What a learner hears of who takes its place."""
-
-  @property
-  def relieved(self) -> bool: ...
-
-
 class Notice:
   """Decides when a learner of one host stops.
 
   Args:
     end: of the process; `on_request` of it is taken.
-    link: says when the learner is relieved.
+    relieved: whether a standby is prepared to take this one's place.
     ask: asks the syncer for a standby within a limit; returns its name.
   """
 
   def __init__(
-    self, end: Termination, link: Relief, ask: Callable[[float], str]
+    self,
+    end: Termination,
+    relieved: Callable[[], bool],
+    ask: Callable[[float], str],
   ):
-    self._end, self._link, self._ask = end, link, ask
+    self._end, self._relieved, self._ask = end, relieved, ask
     self._alone = threading.Event()  # nobody takes its place
     end.on_request = self._asked
 
   def stops(self) -> bool:
     """Whether to leave at the next boundary."""
-    if self._link.relieved:
+    if self._relieved():
       return True
     told = self._end.requested.is_set()
     return told and (self._alone.is_set() or self._end.half_over())

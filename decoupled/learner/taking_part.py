@@ -57,6 +57,7 @@ class Part:
     claims: units of the corpus; of a learner of several hosts rank 0 has
       them all.
     link: has not joined.
+    notice: when a learner of one host stops before the end.
     end: of this process.
   """
 
@@ -68,6 +69,7 @@ class Part:
   end: Termination
   shared: Shared | None = None
   lanes: loop.Lanes = dataclasses.field(default_factory=loop.NoLanes)
+  notice: Notice | None = None
 
   @property
   def speaks(self) -> bool:
@@ -84,8 +86,9 @@ def assemble(
   """Everything that is needed to take part, short of the claim."""
   claims, options = program.claims(), program.options
   if program.collective is None:
-    link = _link(program, wire, state, claims, end)
-    return Part(program, wire, state, claims, link, end)
+    notice = Notice(end, lambda: link.relieved, wire.ask_for_swap)
+    link = _link(program, wire, state, claims, end, notice.stops)
+    return Part(program, wire, state, claims, link, end, notice=notice)
   shared = Shared(
     options.process_id,
     program.order.unit_windows,
@@ -93,7 +96,10 @@ def assemble(
   )
   agreement = ByStep(program.config.exchange.P, program.collective, shared)
   known = claims if options.process_id == 0 else NoClaims()
-  link = _link(program, wire, state, known, end, lambda fragments: agreement)
+  stops = end.requested.is_set
+  link = _link(
+    program, wire, state, known, end, stops, lambda fragments: agreement
+  )
   lanes = StepLanes(agreement, program.collective)
   return Part(program, wire, state, claims, link, end, shared, lanes)
 
@@ -193,9 +199,7 @@ def take_part(
 def _stopping(part: Part) -> Callable[[], bool]:
   """When to leave: a host of several goes where all have agreed to."""
   link = part.link
-  if part.shared is not None:
-    return lambda: link.leaves
-  return Notice(part.end, link, part.wire.ask_for_swap).stops
+  return (lambda: link.leaves) if part.notice is None else part.notice.stops
 
 
 def _batches(part: Part, learner_id: int) -> ClaimedBatches:
@@ -269,13 +273,14 @@ def _link(
   state: steps.TrainState,
   claims: DataClaims,
   end: Termination,
+  stops: Callable[[], bool],
   agreement: Callable[[int], Agreement] | None = None,
 ) -> Link:
   limits = program.config.limits
 
   def leaving(ending: bool) -> bool:
     """A drain is worth some of the grace time, any other wait is not."""
-    return end.half_over() if ending else end.requested.is_set()
+    return end.half_over() if ending else stops()
 
   return Link(
     wire,

@@ -7,7 +7,7 @@ there is one owner, whoever comes first: another standby, a restart, or the
 original, whose claim then is refused. A standby that is not there any more, or
 says nothing, loses the offer to the next one. What nobody can take waits.
 
-A swap that is planned begins while the learner trains (`hand_over`): its
+A swap that is planned begins while the learner trains (`swap`): its
 standby prepares, then the learner is told to leave, and its id is vacant for
 that standby.
 """
@@ -220,7 +220,7 @@ class Pool:
 
   # --- planned swaps -------------------------------------------------------
 
-  def hand_over(self, now: float, member: Member) -> Handover:
+  def swap(self, now: float, member: Member) -> Handover:
     """Begins to replace a learner that trains.
 
     Raises:

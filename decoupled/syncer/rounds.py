@@ -393,7 +393,7 @@ class Rounds:
         "unknown",
         f"learner {learner_id} is not in the run; there are: {known or 'none'}",
       )
-    return self.pool.hand_over(now, member)
+    return self.pool.swap(now, member)
 
   def _remove(self, now: float, member: Member, why: str, detail: str) -> None:
     if self.phase is Phase.ENDED:

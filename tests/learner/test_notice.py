@@ -35,7 +35,9 @@ def refuse(limit_s):
 
 def test_with_a_standby_it_trains_until_it_is_relieved():
   end, link, limits = End(), Link(), []
-  notice = Notice(end, link, lambda s: limits.append(s) or "standby/0")
+  notice = Notice(
+    end, lambda: link.relieved, lambda s: limits.append(s) or "standby/0"
+  )
   assert not notice.stops()
   end.requested.set()
   assert not notice.stops()  # the answer has not come yet
@@ -48,7 +50,7 @@ def test_with_a_standby_it_trains_until_it_is_relieved():
 
 def test_its_grace_time_is_not_used_up_by_a_standby_that_is_slow():
   end = End()
-  notice = Notice(end, Link(), lambda s: "standby/0")
+  notice = Notice(end, lambda: False, lambda s: "standby/0")
   end.ask()
   assert not notice.stops()
   end.late = True
@@ -64,13 +66,13 @@ def test_its_grace_time_is_not_used_up_by_a_standby_that_is_slow():
 )
 def test_without_a_standby_it_stops_at_its_next_boundary(number, ask):
   end = End(number)
-  notice = Notice(end, Link(), ask)
+  notice = Notice(end, lambda: False, ask)
   end.ask()
   assert notice.stops()
 
 
 def test_a_learner_that_is_drained_stops_without_a_signal():
   link = Link()
-  notice = Notice(End(), link, refuse)
+  notice = Notice(End(), lambda: link.relieved, refuse)
   link.relieved = True
   assert notice.stops()

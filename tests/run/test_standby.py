@@ -35,7 +35,7 @@ def test_standbys_take_over_one_after_the_other_and_end_with_the_run(
     "--devices_per_host=2",
     "--rounds=100000",
     *QUICK,
-    "Local.pad_s=0.1",  # leaves the processor to those that boot
+    "Local.pad_s=0.3",  # leaves the processor to those that boot
   )
   until(lambda: len(_ready(workdir)) == 2, "two standbys", LIMIT_S)
   found = (

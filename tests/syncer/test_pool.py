@@ -254,7 +254,7 @@ class Planned(Run):
     return member
 
   def plan(self, now, learner):
-    return self.pool.hand_over(now, self.membership.live[learner])
+    return self.pool.swap(now, self.membership.live[learner])
 
   def states(self):
     return [e["state"] for e in self.events.of("handover")]
