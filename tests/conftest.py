@@ -36,6 +36,8 @@ def pytest_sessionstart() -> None:
 _JOBS = frozenset({"run", "matrix", "benchmarks", "examples"})
 
 
+# First, since xdist reads the groups in the same hook.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   root = Path(__file__).parent
   for item in items:
