@@ -279,9 +279,11 @@ def _one_line(error: BaseException) -> str:
 
 
 def close_in_background(service: Closes) -> threading.Thread:
-  """Closes a service on a thread of its own, since that may take seconds."""
-  thread = threading.Thread(
-    target=service.close, name="epoch-close", daemon=True
-  )
+  """Closes a service on a thread of its own, since that may take seconds.
+
+  The process ends only after it: an interpreter that goes while a thread is
+  inside the service aborts.
+  """
+  thread = threading.Thread(target=service.close, name="epoch-close")
   thread.start()
   return thread
