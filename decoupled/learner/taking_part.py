@@ -28,17 +28,18 @@ from decoupled.learner import step as steps
 from decoupled.learner.agreeing import StepLanes
 from decoupled.learner.copies import Copies
 from decoupled.learner.donor import Donor
-from decoupled.learner.origin import FreshSearch, Origin, Search
+from decoupled.learner.origin import Found, FreshSearch, Origin, Search
 from decoupled.learner.pace import Pace
 from decoupled.learner.phases import Phases
 from decoupled.learner.program import Program
 from decoupled.learner.snapshots import Place, Snapshots
 from decoupled.link.agreement import Agreement, ByStep
+from decoupled.link.boundary import Resumed
 from decoupled.link.claims import DataClaims, NoClaims
 from decoupled.link.link import Link, Patience
 from decoupled.observe.events import EventLog
 from decoupled.observe.metrics import Metrics, flop_utilisation
-from decoupled.types import Welcome
+from decoupled.types import Claim, Welcome
 from decoupled.wire import client
 
 _LOG = logging.getLogger("decoupled.learner")
@@ -74,13 +75,45 @@ class Part:
     return self.program.options.process_id == 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+  """Where a learner of several hosts goes on from a copy of its state.
+
+  Attributes:
+    source: where that came from.
+    step: inner steps that it has seen.
+    tokens: likewise.
+    schedule_step: of the learning rate.
+    position: in the data.
+    entries: units that were told and not trained on, the begun one first.
+  """
+
+  source: str
+  step: int
+  tokens: int
+  schedule_step: int
+  position: tuple[int, int]
+  entries: tuple[tuple[int, int], ...]
+
+
 def assemble(
   program: Program,
   wire: client.GrpcLearnerWire,
   state: steps.TrainState,
   end: Termination,
+  resumed: Resumed | None = None,
+  epoch: int = 0,
 ) -> Part:
-  """Everything that is needed to take part, short of the claim."""
+  """Everything that is needed to take part, short of the claim.
+
+  Args:
+    program: what runs.
+    wire: to the syncer.
+    state: to begin with.
+    end: of this process.
+    resumed: what belongs to that state, where it is a copy.
+    epoch: of the learner's hosts.
+  """
   claims, options = program.claims(), program.options
   if program.collective is None:
     link = _link(program, wire, state, claims, end)
@@ -92,7 +125,16 @@ def assemble(
   )
   agreement = ByStep(program.config.exchange.P, program.collective, shared)
   known = claims if options.process_id == 0 else NoClaims()
-  link = _link(program, wire, state, known, end, lambda fragments: agreement)
+  link = _link(
+    program,
+    wire,
+    state,
+    known,
+    end,
+    agreement=lambda fragments: agreement,
+    resumed=resumed,
+    epoch=epoch,
+  )
   lanes = StepLanes(agreement, program.collective)
   return Part(program, wire, state, claims, link, end, shared, lanes)
 
@@ -112,6 +154,8 @@ def take_part(
   welcome: Welcome,
   phases: Phases,
   first_step: Callable[[], None] = lambda: None,
+  beginning: Beginning | None = None,
+  after_step: Callable[[loop.Trained], None] = lambda now: None,
 ) -> int:
   """Trains to the end of the run; returns the exit status.
 
@@ -120,6 +164,8 @@ def take_part(
     welcome: from `claim`.
     phases: gets the marks `joined`, `parameters`, `optimizer_state`, `ready`.
     first_step: told after the boundary that follows the first inner step.
+    beginning: of a learner of several hosts that goes on from a copy.
+    after_step: told after every boundary; must not block.
 
   Raises:
     DecoupledError: with the line that the user reads.
@@ -129,8 +175,11 @@ def take_part(
   opt_specs, wire, state = program.specs.opt_state, part.wire, part.state
   end.role = options.role(welcome.learner_id)
   phases.mark("joined")
-  search: Search | FreshSearch
-  if part.shared is None:
+  search: Search | FreshSearch | Found
+  if beginning is not None:
+    search = Found(Origin(beginning.source))
+    _go_on(part, beginning)
+  elif part.shared is None:
     search = Search(
       wire.take_state, welcome, store_of(options), opt_specs, link.wake
     )
@@ -149,7 +198,8 @@ def take_part(
     given = claims.ready or not part.speaks
     return given or time.monotonic() > first_unit_by
 
-  state = state._replace(params=link.begin(state.params, enough))
+  # from here the loop has the only state: a swap lets go of what it holds
+  part.state = state = state._replace(params=link.begin(state.params, enough))
   origin = search.result()
   if origin.opt_state is not None:
     state = state._replace(opt_state=origin.opt_state)
@@ -171,15 +221,35 @@ def take_part(
     schedule_step=max(link.common_step, origin.saved.get("schedule_step", 0)),
     position=batches.position,
   )
+  if beginning is not None:
+    done.step, done.tokens = beginning.step, beginning.tokens
+    done.position = beginning.position
+    done.schedule_step = max(done.schedule_step, beginning.schedule_step)
   if part.speaks:
     _say_ready(options, link, origin, phases, program.compiles)
   affinity.release()
   end.something_to_lose()
-  _train(part, done, saved, donor, batches, first_step)
-  donor.close()
-  _finish(part, done, saved)
-  batches.close()
+  try:
+    _train(part, done, saved, donor, batches, first_step, after_step)
+    donor.close()
+    _finish(part, done, saved)
+  finally:
+    batches.close()
+    donor.close()
+    saved.close()
   return 0 if link.done else end.status
+
+
+def _go_on(part: Part, beginning: Beginning) -> None:
+  """The units that were begun, and those told after them, come first."""
+  assert part.shared is not None
+  unit = part.program.order.unit_windows
+  part.shared.resume(beginning.entries)
+  part.claims.resume(
+    Claim(place, offset)
+    for place, offset in beginning.entries
+    if place >= 0 and offset < unit
+  )
 
 
 def _batches(part: Part, learner_id: int) -> ClaimedBatches:
@@ -254,6 +324,8 @@ def _link(
   claims: DataClaims,
   end: Termination,
   agreement: Callable[[int], Agreement] | None = None,
+  resumed: Resumed | None = None,
+  epoch: int = 0,
 ) -> Link:
   limits = program.config.limits
 
@@ -264,13 +336,15 @@ def _link(
   return Link(
     wire,
     state.params,
-    program.hello(-1),
+    program.hello(-1, epoch),
     patience=Patience(
       join_s=limits.start_s + limits.connect_s, end_s=4 * limits.drain_s
     ),
     leaving=leaving,
     claims=claims,
     agreement=agreement,
+    kernels=program.kernels,
+    resumed=resumed,
   )
 
 
@@ -281,6 +355,7 @@ def _train(
   donor: Donor,
   batches: ClaimedBatches,
   first_step: Callable[[], None],
+  beside: Callable[[loop.Trained], None],
 ) -> None:
   program, link = part.program, part.link
   config, mesh = program.config, program.mesh
@@ -294,15 +369,16 @@ def _train(
   flops = program.task.flops_per_token(config.corpus.context) * per_step
   device = mesh.devices.flat[0].device_kind
   clock = MonotonicClock()
-  said = 0.0
+  said, begins_at = 0.0, done.step
 
   def after_step(now: loop.Trained) -> None:
     nonlocal said
     if part.shared is None:
       saved.after_step(now)
       donor.after_step(now)
-    if now.step == 1:
+    if now.step == begins_at + 1:
       first_step()
+    beside(now)
     time_s = clock.now()
     if metrics is None or time_s - said < _METRICS_EVERY_S:
       return
@@ -315,28 +391,31 @@ def _train(
       model_flop_utilisation=flop_utilisation(flops, step_s, device, mesh.size),
     )
 
-  pace = Pace(clock)
-  loop.train(
-    link,
-    done,
-    program.train_step,
-    batches,
-    mesh,
-    pace,
-    tokens_per_step=per_step,
-    learner_id=learner_id,
-    pad=_pad(config, learner_id, mesh),
-    slow=Slowdown.from_environment(),
-    lanes=part.lanes,
-    # a host of several goes where all of them have agreed to
-    stopping=part.end.requested.is_set
-    if part.shared is None
-    else lambda: link.leaves,
-    after_step=after_step,
-  )
-  pace.close()
-  if metrics is not None:
-    metrics.close()
+  pace, slow = Pace(clock), Slowdown.from_environment()
+  try:
+    loop.train(
+      link,
+      done,
+      program.train_step,
+      batches,
+      mesh,
+      pace,
+      tokens_per_step=per_step,
+      learner_id=learner_id,
+      pad=_pad(config, learner_id, mesh),
+      slow=slow,
+      lanes=part.lanes,
+      # a host of several goes where all of them have agreed to
+      stopping=part.end.requested.is_set
+      if part.shared is None
+      else lambda: link.leaves,
+      after_step=after_step,
+    )
+  finally:
+    slow.close()
+    pace.close()
+    if metrics is not None:
+      metrics.close()
 
 
 def _pad(

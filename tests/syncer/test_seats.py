@@ -267,7 +267,8 @@ def test_an_epoch_that_broke_under_all_is_formed_again_by_the_same() -> None:
   assert seats.broken == {0}
   assert not seats.left(1.0, 1, "zombie", epoch)
   assert seats.left(1.0, 1, "h1", epoch)
-  assert seats.state is State.PREPARING and seats.epoch == epoch + 1
+  assert seats.state is State.PREPARING
+  assert seats.epoch == epoch + 1
   assert seats.proposed.holders == ("h0", "h1")
   assert seats.broken == set()
 
@@ -290,7 +291,8 @@ def test_hosts_that_trained_on_without_a_syncer_sit_as_before() -> None:
   with refused("fenced"):
     seats.resume(0.0, 1, "b", 6)
   seats.resume(0.0, 1, "b", 7)
-  assert seats.state is State.SEATED and seats.epoch == 7
+  assert seats.state is State.SEATED
+  assert seats.epoch == 7
   assert seats.lost(1.0, 1, "b", 7)
   assert seats.empty == (1,)
 
@@ -299,5 +301,6 @@ def test_one_that_died_meanwhile_makes_the_others_form_again() -> None:
   seats = Seats(2, LIMITS, epoch=7)
   seats.resume(0.0, 0, "a", 7)
   seats.take(0.0, 1, "new", fresh=True)
-  assert seats.state is State.PREPARING and seats.epoch == 8
+  assert seats.state is State.PREPARING
+  assert seats.epoch == 8
   assert seats.proposed.fresh == {1}
