@@ -5,6 +5,7 @@ run (`taking_part`): a learner does so at once, a standby when it is told to.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Callable
@@ -278,8 +279,11 @@ def build(outline: Outline, layout: Any = None, keeps: bool = False) -> Program:
       is_leaf=lambda x: isinstance(x, Placed),
     )
 
+  # traced at the first use: hosts that go on from a copy have none
+  made_init = functools.cache(lambda: steps.make_init(task, optimizer, mesh))
+
   def init(seed: Any) -> steps.TrainState:
-    return steps.make_init(task, optimizer, mesh)(seed)
+    return made_init()(seed)
 
   program = Program(outline, mesh, task, specs, _not_yet, _not_yet, init)
   if hosts == 1:

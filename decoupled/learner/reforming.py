@@ -208,7 +208,7 @@ class Host:
       said = " ".join(str(error).split())[:300]
       _forget_frames(error)
     self._programs = self._outline.compiles.programs
-    gc.collect()
+    self._phases.mark("let_go")
     return said
 
   # --- 1: seats --------------------------------------------------------------
@@ -357,9 +357,10 @@ class Host:
   def _check(self, word: SeatWord) -> None:
     """Raises Lost where a newer epoch than that is about to form."""
     newest = self._seat.word
-    if newest is not None and newest.epoch > word.epoch:
-      if newest.state != "short":  # else there is nobody to form one with
-        raise epochs.Lost(newest.why)
+    if newest is None or newest.epoch <= word.epoch:
+      return
+    if newest.state != "short":  # else there is nobody to form one with
+      raise epochs.Lost(newest.why)
 
   def _stepped(
     self,

@@ -44,6 +44,7 @@ from decoupled.wire import client
 
 _LOG = logging.getLogger("decoupled.learner")
 _METRICS_EVERY_S = 1.0
+_WRITE_S = 5.0  # what is left of the metrics
 
 
 @dataclasses.dataclass(eq=False)
@@ -392,6 +393,7 @@ def _train(
     )
 
   pace, slow = Pace(clock), Slowdown.from_environment()
+  ended = False
   try:
     loop.train(
       link,
@@ -411,11 +413,12 @@ def _train(
       else lambda: link.leaves,
       after_step=after_step,
     )
+    ended = True
   finally:
     slow.close()
     pace.close()
-    if metrics is not None:
-      metrics.close()
+    if metrics is not None:  # a swap does not wait for its disk
+      metrics.close(_WRITE_S if ended else 0.0)
 
 
 def _pad(

@@ -380,7 +380,9 @@ class Timeline:
 
     What a standby had done beforehand was over when it was decided.
     """
-    since = failure.at if failure.detected is None else failure.detected
+    since = failure.at
+    if failure.detected is not None and not heir.of_hosts:
+      since = failure.detected
     until = math.inf if heir.joined is None else heir.joined
     decided = [t for t in learner.decided if since <= t <= until]
     decided += [
@@ -391,6 +393,9 @@ class Timeline:
       and heir.cold is not False
     ]
     decision = max(decided, default=None)
+    if heir.of_hosts and decision is not None and failure.detected is not None:
+      # a seat is known to be lost before the claim of the learner ends
+      failure.detected = min(failure.detected, decision)
     of_hosts = heir.of_hosts
     loaded = heir.marks.get("warm", heir.marks.get("compiled"))
     loaded = of_hosts.get("executable_loaded", loaded)
