@@ -65,17 +65,19 @@ def check(failure: Any, job: list[Any], rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize(
+  "rank", [1, pytest.param(0, marks=pytest.mark.matrix)]
+)
 def test_a_standby_takes_the_seat_of_a_host_that_is_killed(
   tmp_path: Path, rank: int
 ) -> None:
   chaos = f"kill learner/0/host/{rank} @150r norestart"
-  failure, job = swap(tmp_path / "job", chaos, 400)
+  failure, job = swap(tmp_path / "job", chaos, 600)
   check(failure, job, rank)
   assert not of("restart", job)
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_a_frozen_host_loses_its_seat_and_is_refused_when_it_wakes(
   tmp_path: Path,
 ) -> None:
