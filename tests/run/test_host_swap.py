@@ -13,6 +13,9 @@ PARTS = (
   "--hosts_per_learner=2",
   "--devices_per_host=1",
   "--standbys=1",
+  # a starved machine is not a frozen one
+  "Limits.collective_s=10",
+  "Limits.lease_s=10",
 )
 
 
@@ -65,9 +68,7 @@ def check(failure: Any, job: list[Any], rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  "rank", [1, pytest.param(0, marks=pytest.mark.matrix)]
-)
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.matrix)])
 def test_a_standby_takes_the_seat_of_a_host_that_is_killed(
   tmp_path: Path, rank: int
 ) -> None:

@@ -8,11 +8,13 @@ import pytest
 from tests.run.processes import QUICK, decoupled, events, of
 
 PARTS = ("--learners=2", "--hosts_per_learner=2", "--devices_per_host=1")
+# a starved machine is not a frozen one
+PATIENT = ("Limits.collective_s=10", "Limits.lease_s=10")
 
 
 def run(workdir: Path, *arguments: str, timeout_s: float = 280):
   done = decoupled(
-    "run", f"--workdir={workdir}", *PARTS, *arguments, *QUICK,
+    "run", f"--workdir={workdir}", *PARTS, *arguments, *QUICK, *PATIENT,
     timeout_s=timeout_s,
   )  # fmt: skip
   logs = {
