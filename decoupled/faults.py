@@ -76,6 +76,7 @@ POINTS: Mapping[str, str] = {
   "standby.offered": "An id is offered to a standby; it has not claimed it.",
   "standby.prepared": "All for a planned swap is here; the old one trains.",
   "standby.claimed": "A standby has claimed an id; it has taken no step.",
+  "host.connected": "A host is in an epoch of its learner, and has no state.",
   "syncer.relaying": "A part of an optimizer state is to be passed on.",
 }
 

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 Arrays: TypeAlias = tuple[np.ndarray, ...]
+Lines: TypeAlias = tuple[tuple[str, str], ...]  # name or key -> value
 
 
 class Role(enum.StrEnum):
@@ -473,11 +474,70 @@ HANDED_OVER = "handed over"
 
 
 class Offer(NamedTuple):
-  """A learner id that a standby is to claim, or to prepare for."""
+  """A learner id, or the seat of one of its hosts, for a standby to claim."""
 
   number: int  # rises with each offer of a syncer
   learner_id: int
   prepare: int = 0  # incarnation that still trains, 0: claim the id now
+  rank: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Sitting:
+  """What a host of a learner of several says of itself, as whole state.
+
+  Attributes:
+    learner_id: whose host it is.
+    rank: its seat.
+    hosts: of the learner.
+    holder: `host:pid`.
+    epoch: that it is in, 0 for none.
+    left: the newest epoch that has broken under it, 0 for none.
+    ready: the epoch that it is about to connect to, 0 for none.
+    stepped: the newest epoch in which it has finished a step, 0 for none.
+    address: where it serves the copies that it holds.
+    copies: (epoch, step) of each of them.
+    protocol: version of the wire protocol.
+  """
+
+  learner_id: int
+  rank: int
+  hosts: int
+  holder: str
+  epoch: int = 0
+  left: int = 0
+  ready: int = 0
+  stepped: int = 0
+  address: str = ""
+  copies: tuple[tuple[int, int], ...] = ()
+  protocol: int = PROTOCOL_VERSION
+
+
+class Seat(NamedTuple):
+  """A host's seat, as its peers need to know it; `holder` "" is nobody."""
+
+  holder: str
+  address: str = ""
+  copies: tuple[tuple[int, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class SeatWord:
+  """Everything the syncer has to say to the hosts of one learner.
+
+  Attributes:
+    epoch: the newest one that was proposed.
+    state: what has become of it (`syncer.seats.State`).
+    why: in a sentence.
+    seats: by rank.
+    phase: of the run.
+  """
+
+  epoch: int
+  state: str
+  why: str
+  seats: tuple[Seat, ...]
+  phase: Phase
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -66,7 +66,12 @@ class Claims:
   @property
   def ready(self) -> bool:
     """Whether there is a unit to begin with, or none left for anybody."""
-    return bool(self._waiting) or self.ended
+    return bool(self._waiting or self._taken) or self.ended
+
+  def resume(self, claims: Iterable[Claim]) -> None:
+    """These were begun before, and are gone on with from their offsets."""
+    with self._changed:
+      self._taken = list(claims)
 
   # --- for the link -----------------------------------------------------------
 

@@ -9,7 +9,7 @@ batches it makes: a host never decides by its own clock whether there is one.
 import collections
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -29,6 +29,7 @@ _NONE, _END, _UNCLAIMED = -1, -2, -3
 _AHEAD = 8  # steps for which units are told beforehand
 _LEAST = 4  # steps; with fewer left nobody waits for a claim
 _POLL_S = 0.02
+_REMEMBERED = 256
 
 Entry = tuple[int, int]  # place and offset
 
@@ -44,12 +45,17 @@ class Shared:
   Attributes:
     size: see `link.agreement.Passed`.
     items: batches that the sequence makes so far, ends of the data included.
+    rows: sequences in it so far.
   """
 
   size = 1 + 2 * _PER_BOUNDARY
 
   def __init__(self, rank: int, unit_windows: int, sequences: int):
     self.items = 0
+    self.rows = 0
+    self._sequence: collections.deque[Entry] = collections.deque(
+      maxlen=_REMEMBERED
+    )
     self._rank = rank
     self._unit_windows = unit_windows
     self._sequences = sequences
@@ -81,12 +87,29 @@ class Shared:
       if place in (_NONE, _SILENT):
         return
       if number == self._known:
+        if not self._rank:
+          self._offered.popleft()
         self._append((place, offset))
+
+  def resume(self, entries: Iterable[Entry]) -> None:
+    """Goes on with what was told before; the same on every host."""
+    for entry in entries:
+      self._append(entry)
+
+  def remaining(self, position: Entry) -> tuple[Entry, ...]:
+    """What is told and not trained on, where that is at `position`."""
+    places = [place for place, _ in self._sequence]
+    if position[0] not in places:
+      return ()
+    at = len(places) - 1 - places[::-1].index(position[0])
+    rest = list(self._sequence)[at + 1 :]
+    begun = position[1] < self._unit_windows
+    return (*([position] if begun else []), *rest)
 
   def _append(self, entry: Entry) -> None:
     self._known += 1
-    if not self._rank:
-      self._offered.popleft()
+    self._sequence.append(entry)
+    self.rows += self._unit_windows - entry[1] if entry[0] != _END else 0
     if entry[0] == _END:
       self.items += 2 if self._rows else 1  # what there is of a batch
       self._rows = 0
@@ -140,8 +163,8 @@ class Proposer:
     self._shared, self._claims, self._taken = shared, claims, taken
     self._sequences, self._unit_windows = sequences, unit_windows
     self._who = who
-    self._rows = 0
-    self._wait_until = time.monotonic() + FIRST_S
+    self._rows = shared.rows  # those of before are there already
+    self._wait_until = time.monotonic() + (0.0 if self._rows else FIRST_S)
     self._ended = False
     self._closed = threading.Event()
     threading.Thread(target=self._run, name="units", daemon=True).start()

@@ -140,6 +140,10 @@ def standby(values: flags.FlagValues) -> None:
   _define(flags.DEFINE_string, values)(
     "name", "standby", "how logs and `decoupled status` call it"
   )
+  _whole(values, "num_processes", 1, "hosts of the learners that it is for")
+  _define(flags.DEFINE_string, values)(
+    "coordinator_address", "", "where the hosts of a learner meet"
+  )
 
 
 def _joins(values: flags.FlagValues) -> None:
@@ -377,6 +381,8 @@ def standby_options(values: flags.FlagValues, default: Path) -> StandbyOptions:
     seed=_get(values, "seed"),
     devices_per_host=_get(values, "devices_per_host"),
     started_at=_get(values, "started_at"),
+    num_processes=_get(values, "num_processes"),
+    coordinator_address=_get(values, "coordinator_address"),
     name=_get(values, "name"),
   )
 

@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import logging
 import signal
-import socket
 import sys
 import threading
 import time
@@ -121,12 +120,6 @@ def _check(
   hosts = options.hosts_per_learner
   if hosts < 1:
     raise ConfigError(f"--hosts_per_learner={hosts} must be at least 1")
-  if hosts > 1 and options.standbys:
-    raise ConfigError(
-      f"--standbys={options.standbys} with --hosts_per_learner={hosts}: this "
-      "version has standbys of learners of one host alone; all hosts of a "
-      "learner are started again instead (--standbys=0)"
-    )
   if hosts > 1 and not config.exchange.tau:
     raise ConfigError(
       f"Exchange.tau = 0 with --hosts_per_learner={hosts}: the lock-step mode "
@@ -241,6 +234,8 @@ class _Job:
       self._options.hosts_per_learner,
     )
     self._supervisor.start(self._syncer_role())
+    if self._options.hosts_per_learner > 1:
+      self._supervisor.start(self._coordinator_role())
     for learner in range(self._options.learners):
       for role in self._learner_roles(learner):
         self._supervisor.start(role)
@@ -263,12 +258,21 @@ class _Job:
     again = ("--resume=auto",)
     return dataclasses.replace(role, done_at_zero=True, again=again)
 
+  def _coordinator_role(self) -> Role:
+    """Where the hosts of a learner meet, whoever of them dies."""
+    argv = (
+      *(sys.executable, "-m", "decoupled.cli", "coordinator"),
+      f"--workdir={self._workdir.path}",
+      f"--token_file={self._workdir.token}",
+    )
+    env = devices_lib.environment(None)
+    return Role("coordinator", argv, env, self._workdir.log("coordinator"))
+
   def _learner_roles(self, learner: int) -> list[Role]:
     """One process for each host."""
     hosts = self._options.hosts_per_learner
     if hosts == 1:
       return [self._learner_role(learner, f"learner/{learner}", learner)]
-    coordinator = f"127.0.0.1:{_free_port()}"
     roles = []
     for host in range(hosts):
       role = self._learner_role(
@@ -276,11 +280,17 @@ class _Job:
         f"learner/{learner}/host/{host}",
         learner * hosts + host,
         f"--process_id={host}",
-        f"--num_processes={hosts}",
-        f"--coordinator_address={coordinator}",
+        *self._hosts_arguments(),
       )
       roles.append(dataclasses.replace(role, group=f"learner/{learner}"))
     return roles
+
+  def _hosts_arguments(self) -> tuple[str, ...]:
+    hosts = self._options.hosts_per_learner
+    if hosts == 1:
+      return ()
+    meeting = self._workdir.path / "coordinator.address"
+    return (f"--num_processes={hosts}", f"--coordinator_address=@{meeting}")
 
   def _names_of(self, learner: int) -> list[str]:
     """The roles that are a learner."""
@@ -318,10 +328,11 @@ class _Job:
       f"--name={name}",
       f"--syncer_address={address}",
       f"--devices_per_host={self._devices.simulated}",
+      *self._hosts_arguments(),
     )
     env = devices_lib.environment(
       self._devices,
-      self._options.learners + standby,
+      self._options.learners * self._options.hosts_per_learner + standby,
       self._config.local.xla_threads,
     )
     env[slow.VARIABLE] = str(self._standby_control(standby))
@@ -423,6 +434,8 @@ class _Job:
         self._ended = event["phase"] == "ended"
         self._why = str(event["why"])
         self._supervisor.ready("syncer")
+        if self._supervisor.knows("coordinator"):
+          self._supervisor.ready("coordinator")
         self._start_standbys(str(event["phase"]))
         self._told_owed = frozenset()  # it may be a new one, which knows none
 
@@ -443,21 +456,24 @@ class _Job:
         self._supervisor.ready(name)
     elif kind == "decided":
       if event["standby"] is None:
-        self._supervisor.release(f"learner/{event['learner']}")
+        self._supervisor.release(_role_of(event))
     elif kind == "promoted":
-      self._promoted(int(event["learner"]), str(event["standby"]))
+      self._promoted(_role_of(event), str(event["standby"]))
     elif str(event["role"]).startswith("learner/"):
       learner = int(str(event["role"]).split("/")[1])
       self._control[learner] = self._learner_control(learner)
       if learner in self._own_proxies:
         self._proxies[learner] = self._own_proxies[learner]
 
-  def _promoted(self, learner: int, name: str) -> None:
-    """A standby's process is that learner now, and faults reach it as that."""
+  def _promoted(self, role: str, name: str) -> None:
+    """A standby's process has that role now, and faults reach it as that."""
+    learner = int(role.split("/")[1])
     number = name.removeprefix("standby/")
     if not (self._supervisor.knows(name) and number.isdecimal()):
       return  # somebody else has started it
-    self._supervisor.swap(f"learner/{learner}", name)
+    self._supervisor.swap(role, name)
+    if self._options.hosts_per_learner > 1:
+      return
     self._control[learner] = self._standby_control(int(number))
     if learner in self._proxies and self._standbys_proxy is not None:
       self._proxies[learner] = self._standbys_proxy
@@ -515,7 +531,9 @@ class _Job:
     if any(role.startswith("learner/") for role in running) or owed:
       self._without_learner_s = None
       return False
-    if self._draining or not any(role != "syncer" for role in running):
+    if self._draining or not any(
+      role.startswith("standby/") for role in running
+    ):
       return True
     # A standby may be about to take over.
     now_s = time.monotonic()
@@ -568,16 +586,15 @@ class _Job:
     self._supervisor.no_more_restarts()
     self._read_events()
     if self._ended:
-      self._await(
-        lambda: all(
-          role.startswith("standby/") for role in self._supervisor.running()
-        ),
-        limit_s,
-      )
+      self._await(lambda: not self._left_over("learner/", "syncer"), limit_s)
       # one that still boots has not heard of it
-      self._await(lambda: not self._supervisor.running(), _HEAR_S)
+      self._await(lambda: not self._left_over("standby/"), _HEAR_S)
     grace_s = self._config.limits.grace_s
     self._supervisor.stop(grace_s + _MARGIN_S, signal.SIGTERM)
+
+  def _left_over(self, *roles: str) -> bool:
+    """Whether a process of such a role still runs."""
+    return any(role.startswith(roles) for role in self._supervisor.running())
 
   def _await(self, done: Callable[[], bool], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
@@ -650,11 +667,12 @@ class _Job:
         self._standbys_proxy.close()
 
 
-def _free_port() -> int:
-  """One that nobody listens at; for a JAX coordination service."""
-  with socket.socket() as trial:
-    trial.bind(("127.0.0.1", 0))
-    return int(trial.getsockname()[1])
+def _role_of(event: Event) -> str:
+  """The process that an event of a learner, or of its host, is about."""
+  host = event.get("host")
+  return f"learner/{event['learner']}" + (
+    "" if host is None else f"/host/{host}"
+  )
 
 
 @contextlib.contextmanager

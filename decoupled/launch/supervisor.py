@@ -50,9 +50,9 @@ class Role:
     spare: the job goes on without it; it always boots beside training ones.
     held_s: how long its restart waits for the word whether another process
       takes its part (`release`, `swap`).
-    group: roles of one group, such as the hosts of a learner, are of use only
-      together: with one that dies all die, and are started again once all are
-      down.
+    group: roles of one group, such as the hosts of a learner, leave together:
+      with one that ends in order all do, and are started again once all are
+      down. One that dies is started again alone, and the others wait for it.
   """
 
   name: str
@@ -317,14 +317,13 @@ class Supervisor:
     """What becomes of the group of a process that has ended.
 
     Those that are down already are started again with it. Those that run end
-    with it: by themselves, if it ended in order, as it was agreed.
+    by themselves, if it ended in order, as was agreed; else they go on.
     """
-    in_order = status == 0 or termination.told(status)
+    if not (status == 0 or termination.told(status)):
+      return
     for other in self._group(process):
-      if other.popen is not None and (again or not in_order):
+      if other.popen is not None and again:
         other.along = again
-        if not in_order:
-          self.send(other.role.name, signal.SIGKILL)
       elif other.popen is None and again:
         other.finished = None
         self._plan_restart(other)

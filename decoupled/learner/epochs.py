@@ -29,6 +29,7 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -46,6 +47,7 @@ _TIMEOUT_FLAG = "--xla_cpu_collective_timeout_seconds"
 # the syncer. The service must not judge: whom it believes dead, it aborts.
 _NO_HEARTBEAT_S = 10_000_000
 _SHUTDOWN_S = 1
+_LOOK_MS = 200
 # XLA adds this to the limit of the call that waits for the other ranks.
 _XLA_SLACK_S = 5
 _COLLECTIVE_BELOW_S = 40  # from here XLA ends the process itself
@@ -169,6 +171,8 @@ def connect(address: str, rank: int, hosts: int, limits: EpochLimits) -> None:
   """
   if jax.distributed.is_initialized():
     raise RuntimeError("tear_down() comes before the next epoch")
+  if _xla_bridge.backends_are_initialized():
+    raise RuntimeError("JAX was used before the epoch, which would be alone")
   began = time.monotonic()
   state = _distributed.global_state
   client = _jax.get_distributed_runtime_client(
@@ -198,6 +202,42 @@ def connect(address: str, rank: int, hosts: int, limits: EpochLimits) -> None:
     "rank %d of %d is in the epoch at %s after %.2f s",
     *(rank, found, address, time.monotonic() - began),
   )
+
+
+def together(name: str, limit_s: float, check: Callable[[], None]) -> None:
+  """Returns once every rank of the epoch has come here; before `settle`.
+
+  A collective would end with its time-out where ranks are seconds apart, as
+  they are while they compile.
+
+  Args:
+    name: of the place; once an epoch.
+    limit_s: for all to come.
+    check: called while somebody is missing; raises where nobody will come.
+
+  Raises:
+    Lost: somebody has not come.
+  """
+  state = _distributed.global_state
+  client: Any = state.client
+  until = time.monotonic() + limit_s
+  key = f"decoupled/{name}"
+  try:
+    client.key_value_set(f"{key}/{state.process_id}", "here")
+  except Exception as error:
+    raise Lost(f"rank {state.process_id}: {_one_line(error)}") from None
+  for rank in range(state.num_processes):
+    while True:
+      try:
+        client.blocking_key_value_get(f"{key}/{rank}", _LOOK_MS)
+        break
+      except Exception as error:
+        check()
+        if time.monotonic() > until:
+          raise Lost(
+            f"rank {rank} has not come to {name} within {limit_s:g} s: "
+            f"{_one_line(error)}"
+          ) from None
 
 
 def settle() -> None:

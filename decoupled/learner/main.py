@@ -5,17 +5,20 @@ corpus) is done before the id is claimed.
 """
 
 import logging
-import os
-import sys
-from typing import NoReturn
 
 from decoupled import faults
 from decoupled.config import Config
-from decoupled.errors import DecoupledError
+from decoupled.errors import ConfigError
 from decoupled.launch import folders
 from decoupled.launch.options import LearnerOptions
 from decoupled.launch.termination import Termination
-from decoupled.learner import joining, program, taking_part
+from decoupled.learner import (
+  epochs,
+  joining,
+  program,
+  reforming,
+  taking_part,
+)
 from decoupled.learner.phases import Phases
 from decoupled.types import RunContract
 from decoupled.wire import client
@@ -39,27 +42,9 @@ def run(config: Config, options: LearnerOptions) -> int:
   except Exception as error:
     if options.num_processes == 1:
       raise
-    _leave_the_job(error, options)
+    reforming.leave(error, options.role(options.learner_id))
   finally:
     end.close()
-
-
-def _leave_the_job(error: Exception, options: LearnerOptions) -> NoReturn:
-  """Ends this process at once: its learner's other hosts may be gone.
-
-  To go in order would mean to wait for them.
-  """
-  if not isinstance(error, DecoupledError):
-    _LOG.error("the step of several hosts failed", exc_info=error)
-  first = (str(error).splitlines() or [type(error).__name__])[0]
-  print(
-    f"decoupled learner: host {options.process_id} of learner "
-    f"{options.learner_id} leaves: {first}",
-    file=sys.stderr,
-    flush=True,
-  )
-  logging.shutdown()
-  os._exit(1)
 
 
 def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
@@ -71,6 +56,8 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
     asked = wire.contract(joining.holder())
     config, options = joining.adopt(config, options, asked)
     _LOG.info("the contract of run %s is taken over", asked.run_id)
+  if options.num_processes > 1:
+    return _host(config, options, end, wire, asked)
   prepared = program.prepare(config, options, asked)
   state = prepared.initial()
   phases.mark("compiled")
@@ -79,3 +66,26 @@ def _run(config: Config, options: LearnerOptions, end: Termination) -> int:
   part = taking_part.assemble(prepared, wire, state, end)
   welcome = taking_part.claim(part, options.learner_id)
   return taking_part.take_part(part, welcome, phases)
+
+
+def _host(
+  config: Config,
+  options: LearnerOptions,
+  end: Termination,
+  wire: client.GrpcLearnerWire | None,
+  asked: RunContract | None,
+) -> int:
+  """One host of a learner of several."""
+  if options.learner_id < 0:
+    raise ConfigError(
+      f"--num_processes={options.num_processes} needs --learner_id=N, the same "
+      "for all hosts of the learner"
+    )
+  program.simulate(options.devices_per_host)
+  limits = config.limits
+  epochs.prepare(epochs.EpochLimits(limits.reform_s, int(limits.collective_s)))
+  outline = program.outline(config, options, asked)
+  wire = wire or joining.dial(config, options)
+  end.goodbye = wire.leave
+  rank = options.process_id
+  return reforming.Host(outline, wire, end, options.learner_id, rank).run()

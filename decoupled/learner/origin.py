@@ -42,7 +42,8 @@ class Origin:
   """What was found.
 
   Attributes:
-    source: "donor", "checkpoint" or "fresh".
+    source: "donor", "checkpoint", "fresh", or "survivor": a host of the same
+      learner, or this one's memory.
     opt_state: the state, laid out for this learner; None where fresh.
     schedule_step: of the learning-rate schedule, when that state was current.
     donor: the learner that gave it, None for any other source.
@@ -245,6 +246,19 @@ class FreshSearch:
 
   def result(self) -> Origin:
     return Origin("fresh")
+
+
+class Found:
+  """Nothing is searched for: the state is there."""
+
+  def __init__(self, origin: Origin):
+    self._origin = origin
+
+  def done(self) -> bool:
+    return True
+
+  def result(self) -> Origin:
+    return self._origin
 
 
 def _finite(array: np.ndarray) -> bool:

@@ -7,6 +7,7 @@ is woken at once if the step finishes sooner. A thread of its own waits for
 the device and reads the metrics; the loop gets them one step late.
 """
 
+import contextlib
 import math
 import queue
 import threading
@@ -91,7 +92,8 @@ class Pace:
     return self.last
 
   def close(self) -> None:
-    self._dispatched.put(None)
+    with contextlib.suppress(queue.Full):  # of a step that failed
+      self._dispatched.put_nowait(None)
     self._thread.join(timeout=5.0)
 
   def _reached(self, step: int) -> bool:

@@ -5,10 +5,12 @@ run (`taking_part`): a learner does so at once, a standby when it is told to.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,20 +23,54 @@ from decoupled.data.claimed import Claims
 from decoupled.data.corpus import Text
 from decoupled.data.pipeline import Order, batch_spec
 from decoupled.data.shared import Shared
-from decoupled.errors import ConfigError
 from decoupled.launch.options import LearnerOptions
-from decoupled.learner import allocator, compile_cache, epochs, joining
+from decoupled.learner import allocator, compile_cache, executables, joining
 from decoupled.learner import mesh as meshes
 from decoupled.learner import step as steps
 from decoupled.learner.compile_cache import CompileCounter
 from decoupled.learner.copies import Copier, compile_copy
+from decoupled.learner.executables import Executables
 from decoupled.learner.optimizer import make_optimizer
 from decoupled.link import agreement
 from decoupled.link.collective import Collective
+from decoupled.link.ops import Kernels
 from decoupled.models.task import LanguageModel
-from decoupled.types import Hello, RunContract
+from decoupled.types import Hello, RunContract, TensorSpec
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
+
+
+class Placed(NamedTuple):
+  """A leaf of the state, without the devices that it lies on."""
+
+  shape: tuple[int, ...]
+  dtype: Any
+  spec: jax.sharding.PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outline:
+  """What a program is made of that knows no device, so that it outlives them.
+
+  Attributes:
+    config: complete: what it did not bring, it has from the run.
+    options: likewise; `learner_id` is what it would like to be.
+    compiles: counts this process's compilations.
+    text: the corpus.
+    order: which window each row of a unit is.
+    tensors: the parameters as the wire knows them.
+  """
+
+  config: Config
+  options: LearnerOptions
+  compiles: CompileCounter
+  text: Text
+  order: Order
+  tensors: tuple[TensorSpec, ...]
+
+  @property
+  def hosts(self) -> int:
+    return self.options.num_processes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,33 +78,57 @@ class Program:
   """A learner's compiled program with its data, and no role yet.
 
   Attributes:
-    config: complete: what it did not bring, it has from the run.
-    options: likewise; `learner_id` is what it would like to be.
-    compiles: counts this process's compilations.
+    outline: what outlives it.
     mesh: where state and batches live.
-    text: the corpus.
     task: the model and its loss.
     specs: of the state, with shardings.
     train_step: the compiled inner step.
-    copy: the compiled copy of the optimizer's state.
+    copy: the compiled copy of the optimizer's state; of a learner of several
+      hosts that of the whole state.
     init: makes a state from the seed.
-    order: which window each row of a unit is.
     collective: by which several hosts agree where no step is taken; None for
       a learner of one.
+    kernels: the device operations of its fragments; likewise.
+    kept: its executables as files; likewise.
   """
 
-  config: Config
-  options: LearnerOptions
-  compiles: CompileCounter
+  outline: Outline
   mesh: jax.sharding.Mesh
-  text: Text
   task: LanguageModel
   specs: steps.TrainState
   train_step: steps.TrainStep
   copy: Copier
   init: Callable[[Any], steps.TrainState]
-  order: Order
   collective: Collective | None = None
+  kernels: Kernels | None = None
+  kept: Executables | None = None
+
+  @property
+  def config(self) -> Config:
+    return self.outline.config
+
+  @property
+  def options(self) -> LearnerOptions:
+    return self.outline.options
+
+  @property
+  def compiles(self) -> CompileCounter:
+    return self.outline.compiles
+
+  @property
+  def text(self) -> Text:
+    return self.outline.text
+
+  @property
+  def order(self) -> Order:
+    return self.outline.order
+
+  @property
+  def layout(self) -> Any:
+    """The specs of the state as `Placed`, for the mesh of a next epoch."""
+    return jax.tree.map(
+      lambda x: Placed(x.shape, x.dtype, x.sharding.spec), self.specs
+    )
 
   @property
   def seed(self) -> int:
@@ -101,7 +161,7 @@ class Program:
       ("decoupled", decoupled.__version__),
       *versions,
       ("devices", f"{self.mesh.size} x {kind}"),
-      ("hosts", str(jax.process_count())),
+      ("hosts", str(self.outline.hosts)),
       *((f"mesh.{axis}", str(n)) for axis, n in self.mesh.shape.items()),
       ("Local.remat", str(local.remat)),
       ("Local.microbatches", str(local.microbatches)),
@@ -113,18 +173,19 @@ class Program:
     lines = sorted({*self.contract, *self.lines})
     return hashlib.sha256(repr(lines).encode()).hexdigest()[:12]
 
-  def hello(self, learner_id: int) -> Hello:
-    """The claim of an id."""
+  def hello(self, learner_id: int, epoch: int = 0) -> Hello:
+    """The claim of an id; of several hosts under an epoch."""
     return Hello(
       learner_id=learner_id,
       holder=joining.holder(),
       run_id="",
-      tensors=self.task.tensor_specs(),
+      tensors=self.outline.tensors,
       contract=self.contract,
       program=self.lines,
-      gives_state=self.config.local.donates and jax.process_count() == 1,
+      gives_state=self.config.local.donates and self.outline.hosts == 1,
       hosts=self.options.num_processes,
       host=self.options.process_id,
+      epoch=epoch,
     )
 
 
@@ -132,6 +193,8 @@ def prepare(
   config: Config, options: LearnerOptions, asked: RunContract | None = None
 ) -> Program:
   """Sets the devices up, compiles, reads the corpus; claims nothing.
+
+  Of a learner of one host; see `reforming` for those of several.
 
   Args:
     config: complete.
@@ -141,88 +204,162 @@ def prepare(
   Raises:
     DecoupledError: with the line that the user reads.
   """
-  if options.devices_per_host:
+  simulate(options.devices_per_host)
+  program = build(outline(config, options, asked))
+  warm_saving = jax.device_put(np.int32(0), meshes.replicated(program.mesh))
+  learner_store.warm_up(warm_saving)
+  return program
+
+
+def simulate(devices: int) -> None:
+  """So many CPU devices in this process; 0 takes what there is."""
+  if devices:
     allocator.keep_freed_memory()
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", options.devices_per_host)
-  if options.num_processes > 1:
-    _connect(options, config.limits.start_s)
-  compiles = compile_cache.enable(options.workdir / "cache" / "xla")
-  mesh = meshes.make_mesh(config.mesh)
-  meshes.check_hosts(mesh, options.num_processes)
-  meshes.check_batch(config.batch.sequences, config.local.microbatches, mesh)
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+def outline(
+  config: Config, options: LearnerOptions, asked: RunContract | None = None
+) -> Outline:
+  """Reads the corpus, and whatever else needs no device.
+
+  Args:
+    config: complete.
+    options: complete.
+    asked: what the run agrees on, if its syncer was asked.
+  """
   text = corpus_lib.load(config.corpus)
   if asked is not None:
     joining.check_corpus(asked, text.digest)
-  rows = meshes.batch_sharding(mesh) if mesh.size > 1 else None
-  task = LanguageModel(config.transformer, config.local.remat, rows)
-  optimizer = make_optimizer(config.optimizer, task.tensor_specs())
-  specs = steps.state_specs(task, optimizer, mesh)
-  collective = None
-  if options.num_processes > 1:
-    collective = Collective(
-      meshes.batch_sharding(mesh),
-      agreement.size(config.exchange.P, Shared.size),
-    )
-  train_step = steps.compile_train_step(
-    steps.make_train_step(
-      task,
-      optimizer,
-      config.optimizer,
-      config.schedule,
-      mesh,
-      config.local.microbatches,
-      agrees=collective is not None,
-    ),
-    specs,
-    batch_spec(config.corpus.context, config.batch.sequences),
-    mesh,
-    *([] if collective is None else [collective.spec]),
-  )
-  copy = compile_copy(specs.opt_state)
-  if collective is None:
-    learner_store.warm_up(jax.device_put(np.int32(0), meshes.replicated(mesh)))
-  return Program(
+  return Outline(
     config=config,
     options=options,
-    compiles=compiles,
-    mesh=mesh,
+    compiles=compile_cache.enable(options.workdir / "cache" / "xla"),
     text=text,
-    task=task,
-    specs=specs,
-    train_step=train_step,
-    copy=copy,
-    init=steps.make_init(task, optimizer, mesh),
     order=Order(
       len(text.train),
       config.corpus.context,
       seed=options.seed or 0,
       unit_windows=config.corpus.unit_windows,
     ),
-    collective=collective,
+    tensors=LanguageModel(config.transformer).tensor_specs(),
   )
 
 
-# A coordination service ends with whoever holds it.
-_services: list[epochs.Service] = []
-# Longer than hosts lie apart where they compile or wait between boundaries.
-_COLLECTIVE_S = 30
+def build(outline: Outline, layout: Any = None, keeps: bool = False) -> Program:
+  """The program on the devices that there are now.
 
+  Args:
+    outline: from `outline`.
+    layout: of a program before it, which saves tracing the model.
+    keeps: load executables that fit from this user's own files, and put those
+      there that had to be compiled.
 
-def _connect(options: LearnerOptions, limit_s: float) -> None:
-  """Makes this process one of the hosts of its learner's JAX job.
-
-  The coordination service is rank 0's own: with any host that dies all hosts
-  of the learner are started again, and so is the service.
+  Raises:
+    ConfigError: mesh, batch and devices do not fit.
   """
-  hosts, rank = options.num_processes, options.process_id
-  if not options.coordinator_address:
-    raise ConfigError(
-      f"--num_processes={hosts} needs --coordinator_address=HOST:PORT, the "
-      "same for all hosts of the learner: rank 0 listens there"
+  config, hosts = outline.config, outline.hosts
+  mesh = meshes.make_mesh(config.mesh)
+  meshes.check_hosts(mesh, hosts)
+  meshes.check_batch(config.batch.sequences, config.local.microbatches, mesh)
+  rows = meshes.batch_sharding(mesh) if mesh.size > 1 else None
+  task = LanguageModel(config.transformer, config.local.remat, rows)
+  optimizer = make_optimizer(config.optimizer, outline.tensors)
+  if layout is None:
+    specs = steps.state_specs(task, optimizer, mesh)
+  else:
+    specs = jax.tree.map(
+      lambda leaf: jax.ShapeDtypeStruct(
+        leaf.shape,
+        leaf.dtype,
+        sharding=jax.sharding.NamedSharding(mesh, leaf.spec),
+      ),
+      layout,
+      is_leaf=lambda x: isinstance(x, Placed),
     )
-  limits = epochs.EpochLimits(connect_s=limit_s, collective_s=_COLLECTIVE_S)
-  epochs.prepare(limits)
-  if rank == 0:
-    _services.append(epochs.Service(options.coordinator_address, hosts))
-  epochs.connect(options.coordinator_address, rank, hosts, limits)
+
+  # traced at the first use: hosts that go on from a copy have none
+  made_init = functools.cache(lambda: steps.make_init(task, optimizer, mesh))
+
+  def init(seed: Any) -> steps.TrainState:
+    return made_init()(seed)
+
+  program = Program(outline, mesh, task, specs, _not_yet, _not_yet, init)
+  if hosts == 1:
+    return dataclasses.replace(
+      program,
+      train_step=_compiled_step(program, optimizer),
+      copy=compile_copy(specs.opt_state),
+    )
+  kept = executables_of(program) if keeps else NotKept()
+  size = agreement.size(config.exchange.P, Shared.size)
+  collective = Collective(
+    meshes.batch_sharding(mesh), size, kept.load("agreement")
+  )
+  train_step = kept.load("step")
+  copy = kept.load("copy")
+  if train_step is None:
+    train_step = _compiled_step(program, optimizer, collective)
+    kept.save("step", train_step)
+  if copy is None:
+    copy = compile_copy(specs)
+    kept.save("copy", copy)
+    kept.save("agreement", collective.program)
+  return dataclasses.replace(
+    program,
+    train_step=train_step,
+    copy=copy,
+    collective=collective,
+    kernels=Kernels(kept),
+    kept=kept if isinstance(kept, Executables) else None,
+  )
+
+
+def executables_folder(outline: Outline) -> Path:
+  """Where this user's executables of the run are."""
+  return outline.options.workdir / "cache" / "executables"
+
+
+def executables_of(program: Program) -> Executables:
+  """The files of a program's executables; asks for the devices."""
+  parts = [f"{k}={v}" for k, v in sorted({*program.contract, *program.lines})]
+  fits = executables.fingerprint(parts)
+  folder = executables_folder(program.outline)
+  return Executables(folder / fits[:16], fits)
+
+
+class NotKept:
+  """In place of a folder of executables: nothing is there, nothing stays."""
+
+  def load(self, name: str) -> Any | None:
+    del name
+    return None
+
+  def save(self, name: str, compiled: Any) -> None:
+    del name, compiled
+
+
+def _not_yet(*_: Any) -> Any:
+  raise AssertionError("the program is being built")
+
+
+def _compiled_step(
+  program: Program, optimizer: Any, collective: Collective | None = None
+) -> steps.TrainStep:
+  config = program.config
+  return steps.compile_train_step(
+    steps.make_train_step(
+      program.task,
+      optimizer,
+      config.optimizer,
+      config.schedule,
+      program.mesh,
+      config.local.microbatches,
+      agrees=collective is not None,
+    ),
+    program.specs,
+    batch_spec(config.corpus.context, config.batch.sequences),
+    program.mesh,
+    *([] if collective is None else [collective.spec]),
+  )

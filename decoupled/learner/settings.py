@@ -103,6 +103,9 @@ class Local:
     xla_threads: threads of XLA on the CPU; 0 = XLA's own choice.
     donates: give the optimizer state to learners that join; meanwhile there
       is a copy of it on the devices.
+    copy_every: inner steps from one copy of a host's state in host memory to
+      the next, in a learner of several hosts: what the others go back to when
+      one of them dies.
   """
 
   remat: bool = False
@@ -111,6 +114,7 @@ class Local:
   jitter: float = 0.0
   xla_threads: int = 1
   donates: bool = True
+  copy_every: int = 10
 
   def __post_init__(self) -> None:
     if self.microbatches < 1:
@@ -121,6 +125,10 @@ class Local:
       raise ConfigError(f"Local.pad_s = {self.pad_s} must be at least 0")
     if not 0 <= self.jitter < 1:
       raise ConfigError(f"Local.jitter = {self.jitter} must be in [0, 1)")
+    if self.copy_every < 1:
+      raise ConfigError(
+        f"Local.copy_every = {self.copy_every} must be at least 1"
+      )
     if self.xla_threads < 0:
       raise ConfigError(
         f"Local.xla_threads = {self.xla_threads} must be at least 0"

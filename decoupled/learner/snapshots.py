@@ -126,6 +126,10 @@ class Snapshots:
     """Waits until nothing is under way; False if something is at the limit."""
     return self._idle.wait(limit_s)
 
+  def close(self) -> None:
+    """Saves no more; what is under way goes on."""
+    self._worker.close(limit_s=0.0)
+
   def _beside(self, key: Hashable) -> None:
     del key  # at most one save waits
     assert self._next is not None

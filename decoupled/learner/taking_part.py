@@ -29,21 +29,29 @@ from decoupled.learner.agreeing import StepLanes
 from decoupled.learner.copies import Copies
 from decoupled.learner.donor import Donor
 from decoupled.learner.notice import Notice
-from decoupled.learner.origin import FreshSearch, Origin, Prepared, Search
+from decoupled.learner.origin import (
+  Found,
+  FreshSearch,
+  Origin,
+  Prepared,
+  Search,
+)
 from decoupled.learner.pace import Pace
 from decoupled.learner.phases import Phases
 from decoupled.learner.program import Program
 from decoupled.learner.snapshots import Place, Snapshots
 from decoupled.link.agreement import Agreement, ByStep
+from decoupled.link.boundary import Resumed
 from decoupled.link.claims import DataClaims, NoClaims
 from decoupled.link.link import Link, Patience
 from decoupled.observe.events import EventLog
 from decoupled.observe.metrics import Metrics, flop_utilisation
-from decoupled.types import HANDED_OVER, Welcome
+from decoupled.types import HANDED_OVER, Claim, Welcome
 from decoupled.wire import client
 
 _LOG = logging.getLogger("decoupled.learner")
 _METRICS_EVERY_S = 1.0
+_WRITE_S = 5.0  # what is left of the metrics
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,13 +85,45 @@ class Part:
     return self.program.options.process_id == 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+  """Where a learner of several hosts goes on from a copy of its state.
+
+  Attributes:
+    source: where that came from.
+    step: inner steps that it has seen.
+    tokens: likewise.
+    schedule_step: of the learning rate.
+    position: in the data.
+    entries: units that were told and not trained on, the begun one first.
+  """
+
+  source: str
+  step: int
+  tokens: int
+  schedule_step: int
+  position: tuple[int, int]
+  entries: tuple[tuple[int, int], ...]
+
+
 def assemble(
   program: Program,
   wire: client.GrpcLearnerWire,
   state: steps.TrainState,
   end: Termination,
+  resumed: Resumed | None = None,
+  epoch: int = 0,
 ) -> Part:
-  """Everything that is needed to take part, short of the claim."""
+  """Everything that is needed to take part, short of the claim.
+
+  Args:
+    program: what runs.
+    wire: to the syncer.
+    state: to begin with.
+    end: of this process.
+    resumed: what belongs to that state, where it is a copy.
+    epoch: of the learner's hosts.
+  """
   claims, options = program.claims(), program.options
   if program.collective is None:
     notice = Notice(end, lambda: link.relieved, wire.ask_for_swap)
@@ -96,9 +136,16 @@ def assemble(
   )
   agreement = ByStep(program.config.exchange.P, program.collective, shared)
   known = claims if options.process_id == 0 else NoClaims()
-  stops = end.requested.is_set
   link = _link(
-    program, wire, state, known, end, stops, lambda fragments: agreement
+    program,
+    wire,
+    state,
+    known,
+    end,
+    end.requested.is_set,
+    agreement=lambda fragments: agreement,
+    resumed=resumed,
+    epoch=epoch,
   )
   lanes = StepLanes(agreement, program.collective)
   return Part(program, wire, state, claims, link, end, shared, lanes)
@@ -120,6 +167,8 @@ def take_part(
   phases: Phases,
   first_step: Callable[[], None] = lambda: None,
   prepared: Origin | None = None,
+  beginning: Beginning | None = None,
+  after_step: Callable[[loop.Trained], None] = lambda now: None,
 ) -> int:
   """Trains to the end of the run; returns the exit status.
 
@@ -129,6 +178,8 @@ def take_part(
     phases: gets the marks `joined`, `parameters`, `optimizer_state`, `ready`.
     first_step: told after the boundary that follows the first inner step.
     prepared: optimizer state that was got before the claim.
+    beginning: of a learner of several hosts that goes on from a copy.
+    after_step: told after every boundary; must not block.
 
   Raises:
     DecoupledError: with the line that the user reads.
@@ -138,9 +189,12 @@ def take_part(
   opt_specs, wire, state = program.specs.opt_state, part.wire, part.state
   end.role = options.role(welcome.learner_id)
   phases.mark("joined")
-  search: Search | FreshSearch | Prepared
+  search: Search | FreshSearch | Found | Prepared
   if prepared is not None:
     search = Prepared(prepared)
+  elif beginning is not None:
+    search = Found(Origin(beginning.source))
+    _go_on(part, beginning)
   elif part.shared is None:
     search = Search(
       wire.take_state, welcome, store_of(options), opt_specs, link.wake
@@ -160,7 +214,8 @@ def take_part(
     given = claims.ready or not part.speaks
     return given or time.monotonic() > first_unit_by
 
-  state = state._replace(params=link.begin(state.params, enough))
+  # from here the loop has the only state: a swap lets go of what it holds
+  part.state = state = state._replace(params=link.begin(state.params, enough))
   origin = search.result()
   if origin.opt_state is not None:
     state = state._replace(opt_state=origin.opt_state)
@@ -182,15 +237,23 @@ def take_part(
     schedule_step=max(link.common_step, origin.saved.get("schedule_step", 0)),
     position=batches.position,
   )
+  if beginning is not None:
+    done.step, done.tokens = beginning.step, beginning.tokens
+    done.position = beginning.position
+    done.schedule_step = max(done.schedule_step, beginning.schedule_step)
   if part.speaks:
     _say_ready(options, link, origin, phases, program.compiles)
   affinity.release()
   stopping = _stopping(part)
   end.something_to_lose()
-  _train(part, done, saved, donor, batches, first_step, stopping)
-  donor.close()
-  _finish(part, done, saved)
-  batches.close()
+  try:
+    _train(part, done, saved, donor, batches, first_step, stopping, after_step)
+    donor.close()
+    _finish(part, done, saved)
+  finally:
+    batches.close()
+    donor.close()
+    saved.close()
   if link.done or (link.relieved and not end.requested.is_set()):
     return 0
   return end.status
@@ -200,6 +263,18 @@ def _stopping(part: Part) -> Callable[[], bool]:
   """When to leave: a host of several goes where all have agreed to."""
   link = part.link
   return (lambda: link.leaves) if part.notice is None else part.notice.stops
+
+
+def _go_on(part: Part, beginning: Beginning) -> None:
+  """The units that were begun, and those told after them, come first."""
+  assert part.shared is not None
+  unit = part.program.order.unit_windows
+  part.shared.resume(beginning.entries)
+  part.claims.resume(
+    Claim(place, offset)
+    for place, offset in beginning.entries
+    if place >= 0 and offset < unit
+  )
 
 
 def _batches(part: Part, learner_id: int) -> ClaimedBatches:
@@ -275,6 +350,8 @@ def _link(
   end: Termination,
   stops: Callable[[], bool],
   agreement: Callable[[int], Agreement] | None = None,
+  resumed: Resumed | None = None,
+  epoch: int = 0,
 ) -> Link:
   limits = program.config.limits
 
@@ -285,13 +362,15 @@ def _link(
   return Link(
     wire,
     state.params,
-    program.hello(-1),
+    program.hello(-1, epoch),
     patience=Patience(
       join_s=limits.start_s + limits.connect_s, end_s=4 * limits.drain_s
     ),
     leaving=leaving,
     claims=claims,
     agreement=agreement,
+    kernels=program.kernels,
+    resumed=resumed,
   )
 
 
@@ -303,6 +382,7 @@ def _train(
   batches: ClaimedBatches,
   first_step: Callable[[], None],
   stopping: Callable[[], bool],
+  beside: Callable[[loop.Trained], None],
 ) -> None:
   program, link = part.program, part.link
   config, mesh = program.config, program.mesh
@@ -316,15 +396,16 @@ def _train(
   flops = program.task.flops_per_token(config.corpus.context) * per_step
   device = mesh.devices.flat[0].device_kind
   clock = MonotonicClock()
-  said = 0.0
+  said, begins_at = 0.0, done.step
 
   def after_step(now: loop.Trained) -> None:
     nonlocal said
     if part.shared is None:
       saved.after_step(now)
       donor.after_step(now)
-    if now.step == 1:
+    if now.step == begins_at + 1:
       first_step()
+    beside(now)
     time_s = clock.now()
     if metrics is None or time_s - said < _METRICS_EVERY_S:
       return
@@ -337,27 +418,32 @@ def _train(
       model_flop_utilisation=flop_utilisation(flops, step_s, device, mesh.size),
     )
 
-  pace = Pace(clock)
-  loop.train(
-    link,
-    done,
-    program.train_step,
-    batches,
-    mesh,
-    pace,
-    tokens_per_step=per_step,
-    learner_id=learner_id,
-    pad=_pad(config, learner_id, mesh),
-    slow=Slowdown.from_environment(),
-    lanes=part.lanes,
-    stopping=stopping,
-    after_step=after_step,
-  )
-  if link.relieved and not link.done:
-    link.leave(HANDED_OVER)  # at once: the standby waits for that
-  pace.close()
-  if metrics is not None:
-    metrics.close()
+  pace, slow = Pace(clock), Slowdown.from_environment()
+  ended = False
+  try:
+    loop.train(
+      link,
+      done,
+      program.train_step,
+      batches,
+      mesh,
+      pace,
+      tokens_per_step=per_step,
+      learner_id=learner_id,
+      pad=_pad(config, learner_id, mesh),
+      slow=slow,
+      lanes=part.lanes,
+      stopping=stopping,
+      after_step=after_step,
+    )
+    ended = True
+    if link.relieved and not link.done:
+      link.leave(HANDED_OVER)  # at once: the standby waits for that
+  finally:
+    slow.close()
+    pace.close()
+    if metrics is not None:  # a swap does not wait for its disk
+      metrics.close(_WRITE_S if ended else 0.0)
 
 
 def _pad(

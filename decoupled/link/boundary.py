@@ -78,6 +78,27 @@ class Session(NamedTuple):
   term: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+  """Where a learner's hosts go on from a copy of their state.
+
+  Attributes:
+    step: inner steps.
+    tokens: tokens trained on.
+    held: per fragment the version that the parameters hold.
+    step_at: per fragment the step at which it was adopted.
+    tokens_at: likewise.
+    common_step: of the learning-rate schedule.
+  """
+
+  step: int
+  tokens: int
+  held: tuple[Version, ...]
+  step_at: tuple[int, ...]
+  tokens_at: tuple[int, ...]
+  common_step: int
+
+
 class Progress(NamedTuple):
   """What a report says about the loop; replaced as a whole.
 
@@ -145,6 +166,25 @@ class Boundary:
     self._extracted: dict[Version, CopyId] = {}
     self._attempts: dict[Version, int] = {}
     self._last: tuple[float, int] | None = None
+    self._old: set[int] = set()  # fragments of a timeline that broke off
+
+  def resume(self, at: Resumed) -> None:
+    """Goes on from a copy; the first adoption of each fragment overwrites."""
+    self.held = list(at.held)
+    self.common_step, self.unsynced_since = at.common_step, at.step
+    self._step_at, self._tokens_at = list(at.step_at), list(at.tokens_at)
+    self._old = set(range(len(at.held)))
+
+  def resumable(self, step: int, tokens: int) -> Resumed:
+    """What belongs to a copy of the parameters at this boundary."""
+    return Resumed(
+      step,
+      tokens,
+      tuple(self.held),
+      tuple(self._step_at),
+      tuple(self._tokens_at),
+      self.common_step,
+    )
 
   def visit(self, leaves: list[jax.Array], step: int, tokens: int) -> Agreed:
     """Adopts, then extracts; changes `leaves` in place.
@@ -357,8 +397,9 @@ class Boundary:
       self._policy.adoption,
       self.held[p],
       staged.base,
-      staged.restored or self.held[p] == NO_VERSION,
+      staged.restored or self.held[p] == NO_VERSION or p in self._old,
     )
+    self._old.discard(p)
     reference = staged.merged
     included = None
     if rule == "carry" and not carries:

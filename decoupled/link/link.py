@@ -38,12 +38,13 @@ from decoupled.link.boundary import (
   Boundary,
   Extraction,
   Progress,
+  Resumed,
   Session,
   Staged,
 )
 from decoupled.link.claims import DataClaims, NoClaims
 from decoupled.link.copies import Copies, HostCopy
-from decoupled.link.ops import FragmentOps, Tree
+from decoupled.link.ops import FragmentOps, Kernels, Tree
 from decoupled.link.wire import LearnerWire
 from decoupled.types import (
   NO_VERSION,
@@ -111,6 +112,8 @@ class Link:
     leaving: whether to give up a wait, in the middle of training or, if it is
       told True, at the end of the run; never by default.
     claims: the units that the loop trains on, if it claims any.
+    kernels: device operations that are compiled already.
+    resumed: go on from there, instead of from step 0 without a fragment.
 
   Attributes:
     done: the run has ended.
@@ -131,7 +134,11 @@ class Link:
     patience: Patience | None = None,
     leaving: Callable[[bool], bool] = lambda ending: False,
     claims: DataClaims | None = None,
+    kernels: Kernels | None = None,
+    resumed: Resumed | None = None,
   ):
+    self._kernels = kernels
+    self._resumed = resumed
     self._leaving = leaving
     self._wire = wire
     self._claims = claims or NoClaims()
@@ -165,7 +172,10 @@ class Link:
     self._seq = 0
     self._said_ends: collections.deque[float] = collections.deque()
     self._said_counts = (0, 0)
-    self.earlier = (0, 0)
+    self._from = (0, 0)  # step and tokens
+    if resumed is not None:
+      self._from = (resumed.step, resumed.tokens)
+    self.earlier = self._from
     self._told_before = 0  # tokens before the incarnation last spoken for
     self._progress: Progress | None = None
     self._published_at = 0.0
@@ -200,10 +210,10 @@ class Link:
       manifest: how the run cuts it.
       contract: the run's `key -> value` lines.
     """
-    rule = exchange_of(dict(contract)).adoption
-    leaves = jax.tree.leaves(params)
-    self._ops = FragmentOps(manifest, self._leaf_index, leaves)
-    self._ops.warm(leaves, ("overwrite", rule))
+    policy = exchange_of(dict(contract))
+    rule, leaves = policy.adoption, jax.tree.leaves(params)
+    self._ops = FragmentOps(manifest, self._leaf_index, leaves, self._kernels)
+    self._ops.warm(leaves, ("overwrite", rule), policy.blend)
     self._warm_for = (manifest, rule)
 
   def hold(self, fragments: Iterable[MergedFragment]) -> None:
@@ -233,7 +243,12 @@ class Link:
         f"one has {self._hello.hosts}: choose Exchange.tau = 4"
       )
     self._agreement = self._agreement_of(self.policy.P)
-    if self._warm_for != (welcome.manifest, self.policy.adoption):
+    if self._resumed is not None:  # each program is loaded when it is needed
+      leaves = jax.tree.leaves(params)
+      self._ops = FragmentOps(
+        welcome.manifest, self._leaf_index, leaves, self._kernels
+      )
+    elif self._warm_for != (welcome.manifest, self.policy.adoption):
       self.warm(params, welcome.manifest, welcome.contract)
     self._boundary = Boundary(
       self.policy,
@@ -243,6 +258,9 @@ class Link:
       self._extracted,
     )
     self._boundary.session = Session(welcome.incarnation, welcome.term)
+    if self._resumed is not None:
+      self._boundary.resume(self._resumed)
+      self._staged_versions = dict(enumerate(self._resumed.held))
     self._joined = True
     for merged in self._followed:
       self._stage(merged, included=None)
@@ -312,9 +330,13 @@ class Link:
         or f"run {self.welcome.run_id} at {self._wire.peer} has "
         "ended before this learner had its parameters",
       )
-    boundary.visit(leaves, 0, 0)
-    self._publish(0, 0, 0, self.welcome.position, Stage.JOINING, float("nan"))
-    begun = boundary.complete and self._caught_up(announcement)
+    step, tokens = self._from
+    boundary.visit(leaves, step, tokens)
+    position = self.welcome.position
+    self._publish(step, tokens, 0, position, Stage.JOINING, float("nan"))
+    # one that goes on from a copy has caught up: the rest comes on the way
+    caught_up = self._resumed is not None or self._caught_up(announcement)
+    begun = boundary.complete and caught_up
     return self._agreement.every("begun", begun)
 
   def _caught_up(self, now: Announcement | None) -> bool:
@@ -429,6 +451,28 @@ class Link:
     leaves, every = self._flatten(params), range(self.policy.P)
     units = (self._ops.extract(p, leaves) for p in every)
     return digests.of(self._ops.here(taken) for taken in units)
+
+  def resumable(self, step: int, tokens: int) -> Resumed:
+    """What belongs to a copy of the parameters after this boundary."""
+    return self._boundary.resumable(step, tokens)
+
+  def abandon(self, limit_s: float) -> None:
+    """Ends the threads and lets go of the devices; the wire stays open.
+
+    Args:
+      limit_s: for each thread: one may wait for a device that has failed, or
+        for the syncer; it ends by itself.
+    """
+    self._closing.set()
+    self._wake.set()
+    for worker in self._workers.values():
+      worker.close(limit_s)
+    self._landing.clear()
+    self._copies.clear()
+    self._followed = ()
+    # whatever else still knows this link holds no array by it
+    for name in ("_ops", "_boundary", "_kernels", "_agreement"):
+      self.__dict__.pop(name, None)
 
   def close(self, why: str = "") -> None:
     """Leaves the run, saying why, and ends the background threads."""
@@ -582,6 +626,8 @@ class Link:
 
   def _announced(self, a: Announcement, session: Session | None) -> None:
     """Takes in what the syncer wants; called on the wire's thread."""
+    if self._closing.is_set():
+      return
     boundary = self._boundary
     if session is not boundary.session:
       return

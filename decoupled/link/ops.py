@@ -9,8 +9,10 @@ hosts, which run them at the same boundaries; to the host come only shards that
 lie on it, and nothing here waits for another host.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias
+import functools
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +26,19 @@ DeviceArrays: TypeAlias = tuple[jax.Array, ...]
 Tree: TypeAlias = Any
 
 
-@jax.jit
-def _copy(leaf: jax.Array) -> jax.Array:
+def _copied(leaf: jax.Array) -> jax.Array:
   copy: jax.Array = jnp.copy(leaf)
   return copy
 
 
-@jax.jit
-def _layer(leaf_LxS: jax.Array, layer: jax.Array) -> jax.Array:
+def _taken(leaf_LxS: jax.Array, layer: jax.Array) -> jax.Array:
   taken: jax.Array = jax.lax.dynamic_index_in_dim(
     leaf_LxS, layer, keepdims=False
   )
   return taken
+
+
+_copy, _layer = jax.jit(_copied), jax.jit(_taken)
 
 
 def _mix(
@@ -80,6 +83,119 @@ def _mix_layer(
 _put_layer = jax.jit(_mix_layer, static_argnums=(0, 1), donate_argnums=(2,))
 
 
+class Kept(Protocol):
+  """Where compiled programs are kept; see `learner.executables`."""
+
+  def load(self, name: str) -> Any | None: ...
+  def save(self, name: str, compiled: Any) -> None: ...
+
+
+class Kernels:
+  """The same operations of a learner of several hosts, compiled ahead.
+
+  JAX forgets what it has compiled with the devices of an epoch. So each program
+  is an object that can be kept, and be loaded again without compiling.
+
+  Args:
+    kept: where.
+  """
+
+  def __init__(self, kept: Kept):
+    self._kept = kept
+    self._made: dict[Any, Any] = {}
+
+  def copy(self, leaf: jax.Array) -> jax.Array:
+    return self._call("copy", _copied, (), leaf.sharding, leaf)
+
+  def layer(self, leaf_LxS: jax.Array, layer: jax.Array) -> jax.Array:
+    out = _without_axis_0(leaf_LxS.sharding)
+    return self._call("layer", _taken, (), out, leaf_LxS, layer)
+
+  def put(
+    self,
+    rule: str,
+    blend: float,
+    local: jax.Array,
+    merged: jax.Array,
+    reference: jax.Array,
+  ) -> jax.Array:
+    statics = (rule, blend)
+    return self._call(
+      "put", _mix, statics, local.sharding, local, merged, reference
+    )
+
+  def put_layer(
+    self,
+    rule: str,
+    blend: float,
+    leaf_LxS: jax.Array,
+    merged: jax.Array,
+    reference: jax.Array,
+    layer: jax.Array,
+  ) -> jax.Array:
+    statics, out = (rule, blend), leaf_LxS.sharding
+    arrays = (leaf_LxS, merged, reference, layer)
+    return self._call("put_layer", _mix_layer, statics, out, *arrays)
+
+  def _call(
+    self,
+    name: str,
+    function: Callable[..., jax.Array],
+    statics: tuple[Any, ...],
+    out: jax.sharding.Sharding,
+    *arrays: jax.Array,
+  ) -> jax.Array:
+    key = (name, statics, tuple((a.shape, a.dtype, _spec(a)) for a in arrays))
+    made = self._made.get(key)
+    if made is None:
+      made = self._make(key, function, statics, out, arrays)
+      self._made[key] = made
+    result: jax.Array = made(*arrays)
+    return result
+
+  def _make(
+    self,
+    key: Any,
+    function: Callable[..., jax.Array],
+    statics: tuple[Any, ...],
+    out: jax.sharding.Sharding,
+    arrays: Sequence[jax.Array],
+  ) -> Any:
+    digest = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+    name = f"{key[0]}-{digest}"
+    found = self._kept.load(name)
+    if found is not None:
+      return found
+    # the stacked leaf is donated, as without hosts
+    jitted = jax.jit(
+      functools.partial(function, *statics),
+      donate_argnums=(0,) if key[0] == "put_layer" else (),
+      out_shardings=out,
+    )
+    specs = [
+      jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+      for a in arrays
+    ]
+    compiled = jitted.lower(*specs).compile()
+    self._kept.save(name, compiled)
+    return compiled
+
+
+def _spec(array: jax.Array) -> Any:
+  sharding = array.sharding
+  if isinstance(sharding, jax.sharding.NamedSharding):
+    return sharding.spec
+  return None
+
+
+def _without_axis_0(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+  """Of one layer of a stacked leaf."""
+  if not isinstance(sharding, jax.sharding.NamedSharding):
+    return sharding
+  spec = jax.sharding.PartitionSpec(*tuple(sharding.spec)[1:])
+  return jax.sharding.NamedSharding(sharding.mesh, spec)
+
+
 def begin_host_copies(arrays: Iterable[jax.Array]) -> None:
   """Sets copies to the host going; waits for none.
 
@@ -113,6 +229,7 @@ class FragmentOps:
     manifest: which unit belongs to which fragment.
     leaf_index: position of each tensor among the tree's leaves, by name.
     leaves: the tree's leaves, for shapes, dtypes and shardings only.
+    kernels: compiled ahead; None compiles at first use.
 
   Attributes:
     spans: whether leaves lie on several hosts.
@@ -123,7 +240,13 @@ class FragmentOps:
     manifest: Manifest,
     leaf_index: dict[str, int],
     leaves: Sequence[jax.Array],
+    kernels: Kernels | None = None,
   ):
+    # with and without, the operations are the same
+    self._copy = _copy if kernels is None else kernels.copy
+    self._layer = _layer if kernels is None else kernels.layer
+    self._put = _put if kernels is None else kernels.put
+    self._put_layer = _put_layer if kernels is None else kernels.put_layer
     self._manifest = manifest
     self._leaf_index = leaf_index
     self._sharding = [leaf.sharding for leaf in leaves]
@@ -134,9 +257,9 @@ class FragmentOps:
   def extract(self, fragment: int, leaves: list[jax.Array]) -> DeviceArrays:
     """Copies of the fragment's units; their host copies are under way."""
     taken = tuple(
-      _copy(leaves[i])
+      self._copy(leaves[i])
       if unit.layer is None
-      else _layer(leaves[i], self._layer_index(unit.layer))
+      else self._layer(leaves[i], self._layer_index(unit.layer))
       for unit, i in self._units(fragment)
     )
     if self.spans:
@@ -171,10 +294,10 @@ class FragmentOps:
     units = self._units(fragment)
     for (unit, i), new, old in zip(units, merged, reference, strict=True):
       if unit.layer is None:
-        leaves[i] = _put(rule, blend, leaves[i], new, old)
+        leaves[i] = self._put(rule, blend, leaves[i], new, old)
       else:
         layer = self._layer_index(unit.layer)
-        leaves[i] = _put_layer(rule, blend, leaves[i], new, old, layer)
+        leaves[i] = self._put_layer(rule, blend, leaves[i], new, old, layer)
 
   def stage(self, fragment: int, arrays: Arrays) -> DeviceArrays:
     """Moves host units next to their leaves; called off the loop's thread."""
@@ -183,19 +306,21 @@ class FragmentOps:
       for (unit, i), array in zip(self._units(fragment), arrays, strict=True)
     )
 
-  def warm(self, leaves: Sequence[jax.Array], rules: Sequence[str]) -> None:
+  def warm(
+    self, leaves: Sequence[jax.Array], rules: Sequence[str], blend: float = 0.5
+  ) -> None:
     """Compiles every extraction and adoption there will ever be."""
     for fragment in range(len(self._manifest.fragments)):
-      scratch = [jnp.copy(leaf) for leaf in leaves]
+      scratch = [self._copy(leaf) for leaf in leaves]
       units = self.extract(fragment, scratch)
       zeros = self.stage(
         fragment, tuple(np.zeros(u.shape, np.float32) for u in units)
       )
       for rule in rules:
         # the reference is either a staged base or an extracted copy
-        self.adopt(fragment, scratch, rule, 0.5, zeros, zeros)
+        self.adopt(fragment, scratch, rule, blend, zeros, zeros)
         if rule == "carry":
-          self.adopt(fragment, scratch, rule, 0.5, zeros, units)
+          self.adopt(fragment, scratch, rule, blend, zeros, units)
       jax.block_until_ready(scratch)
 
   def host(self, units: DeviceArrays) -> Arrays:
@@ -255,11 +380,4 @@ class FragmentOps:
 
   def _sharding_of(self, unit: Unit, leaf: int) -> jax.sharding.Sharding:
     sharding = self._sharding[leaf]
-    if unit.layer is None or not isinstance(
-      sharding, jax.sharding.NamedSharding
-    ):
-      return sharding
-    spec = tuple(sharding.spec)[1:]
-    return jax.sharding.NamedSharding(
-      sharding.mesh, jax.sharding.PartitionSpec(*spec)
-    )
+    return sharding if unit.layer is None else _without_axis_0(sharding)

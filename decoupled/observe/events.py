@@ -76,12 +76,21 @@ KINDS: Mapping[str, Kind] = {
     "Who is to take over the id of a learner whose incarnation `lost` has "
     "ended; `standby` is null where nobody can, for now.",
     "learner lost standby why",
+    "host",
+  ),
+  "reformed": _kind(
+    "A host of a learner of several has finished a first step in an epoch "
+    "that others of it had to form anew. `cold`: the process was started for "
+    "it; `compiles`: programs compiled or loaded from the cache since the "
+    "epoch before broke, or since the host was promoted; `phases`: when the "
+    "parts of it were over, in seconds from the job's start.",
+    "learner incarnation host epoch step compiles cold state_source phases",
   ),
   "promoted": _kind(
     "A standby has claimed the id of a learner: its process is that learner "
     "from now on.",
     "learner incarnation standby holder",
-    "fingerprint",
+    "fingerprint host",
   ),
   "handover": _kind(
     "A planned swap: preparing (the standby, while the learner trains), "

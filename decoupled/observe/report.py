@@ -28,6 +28,7 @@ from decoupled.observe.events import (
 from decoupled.observe.gaps import Span
 
 SCHEMA_VERSION = 1
+_OF_HOSTS = ("torn_down", "decided", "connected", "executable_loaded")
 FAULTS = ("kill", "term", "pause", "partition")  # these become failures
 _REAPED_S = 2.0  # between the end of a process and the notice of it
 SLOWING = ("slow", "throttle")  # these only make the target's steps not quiet
@@ -56,6 +57,8 @@ class Incarnation:
     marks: when the parts of its start were over.
     taken_over: whether `compiles` is what a standby said of its takeover.
     exit_reason: how it ended, "" while it has not, or nobody knows.
+    noticed: when the first of its hosts found the epoch before broken.
+    of_hosts: when the last of them had done each part of forming another one.
   """
 
   number: int
@@ -73,6 +76,8 @@ class Incarnation:
   marks: dict[str, float] = dataclasses.field(default_factory=dict)
   taken_over: bool = False
   exit_reason: str = ""
+  noticed: float | None = None
+  of_hosts: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def sort(self) -> None:
     order = sorted(range(len(self.ends)), key=self.ends.__getitem__)
@@ -252,6 +257,8 @@ class Timeline:
         life.compiles = max(int(event.get("compiles") or 0), known or 0)
         life.taken_over = True
         life.marks.update(_marks(event.get("phases")))
+      case "reformed":
+        _add_host(life, event)
       case "first_step":
         life.first_step = t
       case "leave":
@@ -347,6 +354,11 @@ class Timeline:
     if heir is None:
       return
     joined = heir.joined
+    if heir.noticed is not None and heir.noticed >= failure.at:
+      known = failure.detected
+      failure.detected = min(
+        heir.noticed, heir.noticed if known is None else known
+      )
     failure.state = heir.ready if heir.ready is not None else joined
     failure.ready = failure.state
     failure.first_step = heir.first_end
@@ -368,7 +380,9 @@ class Timeline:
 
     What a standby had done beforehand was over when it was decided.
     """
-    since = failure.at if failure.detected is None else failure.detected
+    since = failure.at
+    if failure.detected is not None and not heir.of_hosts:
+      since = failure.detected
     until = math.inf if heir.joined is None else heir.joined
     decided = [t for t in learner.decided if since <= t <= until]
     decided += [
@@ -379,14 +393,19 @@ class Timeline:
       and heir.cold is not False
     ]
     decision = max(decided, default=None)
+    if heir.of_hosts and decision is not None and failure.detected is not None:
+      # a seat is known to be lost before the claim of the learner ends
+      failure.detected = min(failure.detected, decision)
+    of_hosts = heir.of_hosts
     loaded = heir.marks.get("warm", heir.marks.get("compiled"))
+    loaded = of_hosts.get("executable_loaded", loaded)
     if loaded is not None:
       loaded = max(loaded, since if decision is None else decision)
     return {
       "detected_s": failure.detected,
       "decided_s": decision,
-      "torn_down_s": None,  # of one host only
-      "connected_s": heir.joined,
+      "torn_down_s": of_hosts.get("torn_down"),  # of one host only
+      "connected_s": of_hosts.get("connected", heir.joined),
       "executable_loaded_s": loaded,
       "state_received_s": heir.ready,
       "first_step_s": heir.first_end,
@@ -894,6 +913,20 @@ def _number(value: object) -> float | None:
   if isinstance(value, bool) or not isinstance(value, int | float):
     return None
   return float(value) if math.isfinite(value) else None
+
+
+def _add_host(life: Incarnation, event: Event) -> None:
+  """A host's first step in an epoch: the last one decides how long it took."""
+  earlier = life.compiles or 0 if life.taken_over else 0
+  life.compiles = earlier + int(event.get("compiles") or 0)
+  life.taken_over = True
+  life.cold = bool(life.cold) or bool(event.get("cold"))
+  life.source = event.get("state_source") or life.source
+  for name, t in _marks(event.get("phases")).items():
+    if name == "noticed":
+      life.noticed = min(t, life.noticed or t)
+    elif name in _OF_HOSTS:
+      life.of_hosts[name] = max(t, life.of_hosts.get(name, t))
 
 
 def _programs(said: object, known: int | None) -> int | None:

@@ -14,11 +14,15 @@ from decoupled.checkpoint import learner_store
 from decoupled.clock import MonotonicClock
 from decoupled.data.claimed import ClaimedBatches
 from decoupled.data.pipeline import Item, batch_spec
-from decoupled.learner import loop, origin, taking_part
+from decoupled.data.shared import Shared
+from decoupled.learner import buddies, loop, origin, taking_part
+from decoupled.learner.agreeing import StepLanes
 from decoupled.learner.donor import gathered, leaves_of
 from decoupled.learner.pace import Pace
 from decoupled.learner.program import Program
+from decoupled.learner.step import TrainState
 from decoupled.link import tree
+from decoupled.link.agreement import ByStep
 from decoupled.types import Claim, StateHeader
 from decoupled.wire import states
 
@@ -61,7 +65,11 @@ def run(program: Program) -> None:
   learner_store.newest_meta(taking_part.store_of(program.options), 0)
   _read(program)
   state = program.initial()
-  _receive(program, state.opt_state)
+  several = program.collective is not None
+  if several:
+    _copy_and_place(program, state)
+  else:
+    _receive(program, state.opt_state)
   done = loop.Trained(state=state, schedule_step=0, position=(0, 0))
   del state
   pace = Pace(MonotonicClock())
@@ -74,8 +82,36 @@ def run(program: Program) -> None:
     pace,
     tokens_per_step=config.batch.sequences * config.corpus.context,
     learner_id=0,
+    lanes=_lanes(program),
   )
   pace.close()
+
+
+def _lanes(program: Program) -> loop.Lanes:
+  """What hosts of one learner feed into its steps."""
+  if program.collective is None:
+    return loop.NoLanes()
+  agreement = ByStep(program.config.exchange.P, None, Silent(Shared.size))
+  return StepLanes(agreement, program.collective)
+
+
+class Silent:
+  """Says nothing to the other hosts."""
+
+  def __init__(self, size: int):
+    self.size = size
+
+  def offer(self) -> np.ndarray:
+    return np.zeros(self.size, np.int32)
+
+  def told(self, lanes: np.ndarray) -> None:
+    del lanes
+
+
+def _copy_and_place(program: Program, state: TrainState) -> None:
+  """A state out of and into the devices, as hosts recover it."""
+  copy = buddies.copy_to_host(program.copy(state), 0, 0, 0, {})
+  jax.block_until_ready(buddies.place(program.specs, [copy]))
 
 
 def _read(program: Program) -> None:

@@ -66,6 +66,7 @@ class _Claim:
   incarnation: int
   holder: str
   hosts: int
+  epoch: int = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -227,11 +228,23 @@ class Membership(pb_grpc.MembershipServicer):
     """Grants or refuses a complete claim; all its hosts hear the same."""
     found: Welcome | Refused
     try:
-      found = self._grant(waiting.gathering.joined())
+      joined = waiting.gathering.joined()
+      self._succeed(joined)
+      found = self._grant(joined)
     except Refused as error:
       found = error
     for host in list(waiting.answers):
       self._answer(waiting, host, found)
+
+  def _succeed(self, hello: types.Hello) -> None:
+    """Hosts that have formed a newer epoch are the learner, and nobody else."""
+    claim = self._claims.get(hello.learner_id)
+    if claim is not None and hello.epoch > claim.epoch:
+      self._end(
+        hello.learner_id,
+        claim.incarnation,
+        f"its hosts have formed epoch {hello.epoch}",
+      )
 
   def _answer(
     self, waiting: _Waiting, host: int, found: Welcome | Refused
@@ -271,7 +284,7 @@ class Membership(pb_grpc.MembershipServicer):
     self._groups[welcome.learner_id] = group
     self._parts.begin(welcome.learner_id, welcome.incarnation)
     self._claims[welcome.learner_id] = _Claim(
-      welcome.incarnation, hello.holder, hello.hosts
+      welcome.incarnation, hello.holder, hello.hosts, hello.epoch
     )
     self._cut(
       welcome.learner_id,

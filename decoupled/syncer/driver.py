@@ -51,6 +51,7 @@ class RoundsLike(Protocol[JobT]):
   """What the service needs of `syncer.rounds.Rounds`."""
 
   generation: int
+  term: int
   phase: Phase
   contract: dict[str, str]
   donors: Donors

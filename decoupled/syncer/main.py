@@ -164,6 +164,7 @@ def _run(
         transfer_s=config.limits.transfer_s,
         hosts_s=_HOSTS_SHARE * config.limits.connect_s,
         linger_s=config.limits.drain_s,
+        limits=config.limits,
         tls=shown,
         guard=lease.guard,
       ),

@@ -26,6 +26,7 @@ from decoupled.types import HANDED_OVER, EventSink, Hello, Offer, Standing
 from decoupled.wire.status import StandbyStatus
 
 Lines = tuple[tuple[str, str], ...]
+Key = tuple[int, int]  # learner, and rank of the host or -1 for all of it
 
 # By SIGTERM a machine is taken away, which is what standbys are for. Told to
 # stop in any other way, by a person at its terminal, it goes for good.
@@ -68,6 +69,7 @@ class Vacancy:
     planned: the handover that it comes from, if it does.
     due: when that one must have claimed it.
     note: why nobody can take it, as last said.
+    rank: of the host whose seat it is; None for a whole learner.
   """
 
   learner_id: int
@@ -78,6 +80,12 @@ class Vacancy:
   planned: Handover | None = None
   due: float = math.inf
   note: str = ""
+  rank: int | None = None
+
+  @property
+  def role(self) -> str:
+    host = "" if self.rank is None else f" (host {self.rank})"
+    return f"learner {self.learner_id}{host}"
 
 
 class Pool:
@@ -107,12 +115,13 @@ class Pool:
     self._numbers = itertools.count(1)
     self._offers = itertools.count(1)
     self._standbys: dict[int, Standby] = {}
-    self._vacant: dict[int, Vacancy] = {}
+    self._vacant: dict[Key, Vacancy] = {}
     self._handovers: dict[int, Handover] = {}
     self._any = False  # a run that has never had a standby decides nothing
     self._programs: dict[int, Lines] = {}
     # per learner the incarnation that a standby has succeeded
     self._replaced: dict[int, int] = {}
+    self._newest: dict[int, int] = {}  # per learner its last incarnation
 
   @property
   def heartbeat_s(self) -> float:
@@ -202,9 +211,9 @@ class Pool:
     )
     if for_good and planned is not None:
       self._give_up(planned, f"the learner has left for good: {detail or why}")
-    if for_good:
+    if for_good or member.hosts > 1:  # of several, each seat is vacant itself
       return
-    vacancy = self._vacant[member.learner_id] = Vacancy(
+    vacancy = self._vacant[member.learner_id, -1] = Vacancy(
       member.learner_id,
       member.incarnation,
       now,
@@ -295,6 +304,51 @@ class Pool:
       why=why,
     )
 
+  def seats(self, now: float, learner_id: int, empty: Collection[int]) -> None:
+    """The seats of a learner's hosts that nobody has."""
+    mine = {k for k in self._vacant if k[0] == learner_id and k[1] >= 0}
+    wanted = {(learner_id, rank) for rank in empty}
+    for key in mine - wanted:
+      vacancy = self._vacant.pop(key)
+      if vacancy.standby is not None:
+        self._withdraw(vacancy.standby)
+    for key in sorted(wanted - mine):
+      self._vacant[key] = Vacancy(
+        learner_id,
+        self._newest.get(learner_id, 0),
+        now,
+        self._programs.get(learner_id, ()),
+        rank=key[1],
+      )
+    if wanted - mine:
+      self.tick(now)
+
+  def seated(self, now: float, learner_id: int, rank: int, holder: str) -> None:
+    """A host has taken a seat: it was a standby, or it was not."""
+    del now
+    vacancy = self._vacant.pop((learner_id, rank), None)
+    if vacancy is not None and vacancy.standby is not None:
+      self._withdraw(vacancy.standby)
+    standby = self._held_by(holder)
+    if standby is None:
+      return
+    del self._standbys[standby.number]
+    self._withdraw(standby)
+    self._events.emit(
+      "promoted",
+      learner=learner_id,
+      incarnation=self._newest.get(learner_id, 0) + 1,
+      standby=standby.standing.name,
+      holder=holder,
+      fingerprint=standby.standing.fingerprint,
+      host=rank,
+    )
+
+  def _held_by(self, holder: str) -> Standby | None:
+    return next(
+      (s for s in self._standbys.values() if s.standing.holder == holder), None
+    )
+
   def check(self, hello: Hello) -> None:
     """Whether somebody comes back whose id a standby has taken meanwhile.
 
@@ -312,15 +366,9 @@ class Pool:
   def claimed(self, now: float, member: Member, hello: Hello) -> None:
     """Somebody has claimed an id: it is vacant no more."""
     self._programs[member.learner_id] = hello.program
-    vacancy = self._vacant.pop(member.learner_id, None)
-    standby = next(
-      (
-        each
-        for each in self._standbys.values()
-        if each.standing.holder == hello.holder
-      ),
-      None,
-    )
+    self._newest[member.learner_id] = member.incarnation
+    vacancy = self._vacant.pop((member.learner_id, -1), None)
+    standby = self._held_by(hello.holder)
     if vacancy is not None and vacancy.planned is not None:
       planned = vacancy.planned
       taken = hello.holder == planned.standby.standing.holder
@@ -360,7 +408,7 @@ class Pool:
   def vacancies(self, now: float) -> tuple[str, ...]:
     """A sentence for each id that has no learner."""
     return tuple(
-      f"learner {v.learner_id} has been vacant for {now - v.since:.1f} s: "
+      f"{v.role} has been vacant for {now - v.since:.1f} s: "
       + (v.note if v.standby is None else f"{_name(v.standby)} takes it over")
       for _, v in sorted(self._vacant.items())
     ) + tuple(
@@ -423,7 +471,9 @@ class Pool:
           self._decide(vacancy, None, note)
       return
     chosen = min(fit, key=lambda s: (s.since, s.number))
-    chosen.offer = Offer(next(self._offers), vacancy.learner_id)
+    chosen.offer = Offer(
+      next(self._offers), vacancy.learner_id, vacancy.rank or 0
+    )
     vacancy.standby, vacancy.note = chosen, ""
     vacancy.due = now + self._limits.lease_s
     self._decide(vacancy, chosen, f"ready for {now - chosen.since:.1f} s")
@@ -447,6 +497,7 @@ class Pool:
       lost=vacancy.incarnation,
       standby=None if standby is None else standby.standing.name,
       why=why,
+      **({} if vacancy.rank is None else {"host": vacancy.rank}),
     )
 
   def _nobody(self, free: list[Standby], vacancy: Vacancy) -> str:
@@ -465,8 +516,9 @@ class Pool:
     offer, standby.offer = standby.offer, None
     if offer is None:
       return
-    vacancy = self._vacant.get(offer.learner_id)
-    if vacancy is not None and vacancy.standby is standby:
+    for vacancy in self._vacant.values():
+      if vacancy.standby is not standby:
+        continue
       vacancy.standby, vacancy.due = None, math.inf
       if vacancy.planned is not None:
         planned, vacancy.planned = vacancy.planned, None
@@ -502,7 +554,7 @@ def _differs(standby: Standby, vacancy: Vacancy) -> str:
   for key in sorted({*own, *wanted}):
     if own.get(key) != wanted.get(key):
       return (
-        f"{_name(standby)} has {key} = {own.get(key, 'nothing')}, learner "
-        f"{vacancy.learner_id} had {wanted.get(key, 'nothing')}"
+        f"{_name(standby)} has {key} = {own.get(key, 'nothing')}, "
+        f"{vacancy.role} had {wanted.get(key, 'nothing')}"
       )
   return ""

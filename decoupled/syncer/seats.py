@@ -102,6 +102,7 @@ class Seats:
     self._taken = [0] * hosts  # since which epoch each seat is its holder's
     # holders that are to leave when the swap commits: may still train
     self._leaving: dict[int, str] = {}
+    self._broken: set[int] = set()  # under whom the epoch has broken
 
   @property
   def epoch(self) -> int:
@@ -111,6 +112,16 @@ class Seats:
   def empty(self) -> tuple[int, ...]:
     """Ranks that nobody sits on: what standbys are wanted for."""
     return tuple(r for r, h in enumerate(self.proposed.holders) if not h)
+
+  @property
+  def broken(self) -> frozenset[int]:
+    """Ranks that have left the epoch, since a peer was lost."""
+    return frozenset(self._broken)
+
+  @property
+  def formed(self) -> bool:
+    """Whether a membership has ever sat, and its state is not given up."""
+    return self._seated is not None
 
   def owner(self, rank: int) -> str:
     """The one process that may act as this rank; "" for nobody.
@@ -161,6 +172,53 @@ class Seats:
       )
     self._propose(now, {rank: holder}, fresh={rank} if fresh else ())
     return self.proposed
+
+  def resume(self, now: float, rank: int, holder: str, epoch: int) -> None:
+    """After the syncer's own restart: a host sits on in an epoch that formed.
+
+    Once all do, the membership sits as before, and nobody has noticed.
+
+    Raises:
+      Refused: `claimed`; `fenced`: of another epoch than hosts before it.
+    """
+    self._check_rank(rank)
+    if self.proposed.holders[rank] not in ("", holder):
+      raise Refused(
+        "claimed", f"host {rank} is {self.proposed.holders[rank]} already"
+      )
+    if epoch < self.epoch or self._seated is not None:
+      raise Refused(
+        "fenced", f"{holder} is of epoch {epoch}, epoch {self.epoch} is known"
+      )
+    holders = list(self.proposed.holders)
+    if epoch > self.epoch:  # whoever sat before was of an older one
+      holders = [""] * self.hosts
+    holders[rank] = holder
+    self._taken[rank] = epoch
+    blank = frozenset(r for r, h in enumerate(holders) if not h)
+    self.proposed = Membership(epoch, tuple(holders), blank)
+    self.why = f"epoch {epoch} goes on"
+    if not blank:
+      self.state, self._since = State.SEATED, now
+      self._seated, self.why = self.proposed, ""
+
+  def left(self, now: float, rank: int, holder: str, epoch: int) -> bool:
+    """The epoch has broken under a host, whoever was lost.
+
+    Returns:
+      Whether all have said so, and none is lost: the same hosts form again.
+    """
+    self._check_rank(rank)
+    formed = self.state in (State.COMMITTED, State.SEATED)
+    if not formed or epoch != self.epoch:
+      return False
+    if self.proposed.holders[rank] != holder:
+      return False
+    self._broken.add(rank)
+    if len(self._broken) < self.hosts:
+      return False
+    self._propose(now, {}, why=f"epoch {epoch} has broken")
+    return True
 
   def lost(self, now: float, rank: int, holder: str, epoch: int) -> bool:
     """A host has died, frozen or been cut off: its seat is empty.
@@ -330,6 +388,7 @@ class Seats:
     self.proposed = Membership(self.epoch + 1, tuple(holders), frozenset(blank))
     self._ready.clear()
     self._done.clear()
+    self._broken.clear()
     empty = self.empty
     self.state = State.SHORT if empty else State.PREPARING
     if empty:

@@ -15,6 +15,8 @@ from decoupled.syncer.assembly import Assemblies
 from decoupled.syncer.control import Membership, Traffic
 from decoupled.syncer.driver import Driver, JobT, RoundsLike
 from decoupled.syncer.relay import Relay
+from decoupled.syncer.seating import Seating
+from decoupled.syncer.settings import Limits
 from decoupled.syncer.transfers import TRANSFERS_PER_LEARNER, FragmentStore
 from decoupled.syncer.waiting import Waiting
 from decoupled.types import EventSink
@@ -25,11 +27,12 @@ from decoupled.wire.proto.decoupled.v1 import (
   fragments_pb2_grpc,
   membership_pb2_grpc,
   pool_pb2_grpc,
+  seats_pb2_grpc,
 )
 from decoupled.wire.status import JobStatus
 
-# Of one learner: control, hello, fetches, a state given and one taken.
-_CALLS_BESIDE_TRANSFERS = 6
+# Of one learner: control, hello, seat, fetches, a state given and one taken.
+_CALLS_BESIDE_TRANSFERS = 7
 
 
 class Service:
@@ -45,6 +48,7 @@ class Service:
     open_s: how long a control stream may take to say whose it is.
     hosts_s: how long a host's claim waits for the learner's other hosts.
     linger_s: how long, after the end, learners may take to hear of it.
+    limits: of the hosts of one learner.
     tls: credentials of the server, None for plain text.
     guard: see `Driver`.
   """
@@ -61,6 +65,7 @@ class Service:
     open_s: float = 10.0,
     hosts_s: float = 45.0,
     linger_s: float = 10.0,
+    limits: Limits | None = None,
     tls: grpc.ServerCredentials | None = None,
     guard: Callable[[], None] = lambda: None,
   ):
@@ -94,11 +99,14 @@ class Service:
     )
     self._waiting = Waiting(self._driver, self._store, open_s)
     pool_pb2_grpc.add_PoolServicer_to_server(self._waiting, self._server)
+    self._seating = Seating(self._driver, limits or Limits(), open_s)
+    seats_pb2_grpc.add_SeatsServicer_to_server(self._seating, self._server)
     self._running: asyncio.Task[None] | None = None
 
   def _changed(self) -> None:
     self._membership.changed()
     self._waiting.changed()
+    self._seating.changed()
 
   async def start(self, bind: Address) -> Address:
     """Begins to listen.
@@ -144,11 +152,13 @@ class Service:
       async with asyncio.timeout(self._linger_s):
         await self._membership.all_gone()
         await self._waiting.all_gone()
+        await self._seating.all_gone()
 
   async def stop(self, grace_s: float = 1.0) -> None:
     """Stops listening; calls under way have `grace_s` to finish."""
     if self._running is not None:
       self._running.cancel()
+    self._seating.close()
     await self._server.stop(grace_s)
     self._store.close()
 
@@ -178,6 +188,7 @@ async def serve(
   transfer_s: float = 30.0,
   linger_s: float = 10.0,
   hosts_s: float = 45.0,
+  limits: Limits | None = None,
   tls: grpc.ServerCredentials | None = None,
   guard: Callable[[], None] = lambda: None,
 ) -> Traffic:
@@ -203,6 +214,7 @@ async def serve(
     transfer_s=transfer_s,
     linger_s=linger_s,
     hosts_s=hosts_s,
+    limits=limits,
     tls=tls,
     guard=guard,
   )

@@ -24,6 +24,7 @@ from decoupled.types import (
   Phase,
   Report,
   RunContract,
+  Sitting,
   Standing,
   StateHeader,
   Version,
@@ -44,7 +45,10 @@ from decoupled.wire.proto.decoupled.v1 import (
   membership_pb2_grpc,
   pool_pb2,
   pool_pb2_grpc,
+  seats_pb2,
+  seats_pb2_grpc,
 )
+from decoupled.wire.seats import SeatStream
 from decoupled.wire.status import JobStatus
 from decoupled.wire.stream import ControlStream, Outbox
 
@@ -338,6 +342,21 @@ class GrpcLearnerWire:
     return PoolStream(
       lambda said: self._pool.Wait(said, metadata=self._metadata),
       standing,
+      lambda error: failure(error, self._address, self._connect_s),
+    )
+
+  def seat(self, sitting: Sitting, beat_s: float) -> SeatStream:
+    """Sits down as a host of a learner of several; stays until closed."""
+
+    def opened(said: Iterator[seats_pb2.Sitting]) -> Any:
+      self._follow()
+      stub = seats_pb2_grpc.SeatsStub(self._channels[0])
+      return stub.Sit(said, metadata=self._metadata)
+
+    return SeatStream(
+      opened,
+      sitting,
+      beat_s,
       lambda error: failure(error, self._address, self._connect_s),
     )
 

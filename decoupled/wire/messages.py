@@ -6,7 +6,7 @@ bounded, numbers in range, enumerations known. A failed check is
 """
 
 import math
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from typing import NamedTuple
 
 import ml_dtypes  # noqa: F401  (bfloat16 and others get their names)
@@ -31,6 +31,9 @@ from decoupled.types import (
   Report,
   Role,
   RunContract,
+  Seat,
+  SeatWord,
+  Sitting,
   Slice,
   Stage,
   Standing,
@@ -45,6 +48,7 @@ from decoupled.wire.proto.decoupled.v1 import donations_pb2 as donations_pb
 from decoupled.wire.proto.decoupled.v1 import fragments_pb2 as fragments_pb
 from decoupled.wire.proto.decoupled.v1 import membership_pb2 as membership_pb
 from decoupled.wire.proto.decoupled.v1 import pool_pb2 as pool_pb
+from decoupled.wire.proto.decoupled.v1 import seats_pb2 as seats_pb
 from decoupled.wire.status import JobStatus, LearnerStatus, StandbyStatus
 
 MAX_LEARNERS = 1 << 16
@@ -58,6 +62,7 @@ MAX_CLAIMS = 1 << 8
 MAX_RANK = 32
 MAX_HOSTS = 1 << 12
 MAX_SLICES = 1 << 16
+MAX_COPIES = 64
 
 _CODECS = {
   "float32": fragments_pb.CODEC_FLOAT32,
@@ -675,6 +680,7 @@ def pool_word_to(word: PoolWord) -> pool_pb.PoolWord:
         number=offer.number,
         learner_id=offer.learner_id,
         prepare=offer.prepare,
+        rank=offer.rank,
       )
     ),
     heartbeat_s=word.heartbeat_s,
@@ -689,6 +695,7 @@ def pool_word_from(message: pool_pb.PoolWord) -> PoolWord:
       _number("offer.number", message.offer.number),
       _learner("offer.learner_id", message.offer.learner_id),
       _number("offer.prepare", message.offer.prepare),
+      _host("offer.rank", message.offer.rank),
     )
   return PoolWord(
     run_id=_text("word.run_id", message.run_id),
@@ -697,6 +704,83 @@ def pool_word_from(message: pool_pb.PoolWord) -> PoolWord:
     offer=offer,
     heartbeat_s=_seconds("word.heartbeat_s", message.heartbeat_s),
   )
+
+
+# --- seats -----------------------------------------------------------------
+
+
+def sitting_to(sitting: Sitting) -> seats_pb.Sitting:
+  return seats_pb.Sitting(
+    protocol=sitting.protocol,
+    learner_id=sitting.learner_id,
+    rank=sitting.rank,
+    hosts=sitting.hosts,
+    holder=sitting.holder,
+    epoch=sitting.epoch,
+    left=sitting.left,
+    ready=sitting.ready,
+    stepped=sitting.stepped,
+    address=sitting.address,
+    copies=_packed(sitting.copies),
+  )
+
+
+def sitting_from(message: seats_pb.Sitting) -> Sitting:
+  return Sitting(
+    learner_id=_learner("sitting.learner_id", message.learner_id),
+    rank=_host("sitting.rank", message.rank),
+    hosts=_number("sitting.hosts", message.hosts, 1, MAX_HOSTS),
+    holder=_text("sitting.holder", message.holder),
+    epoch=_number("sitting.epoch", message.epoch),
+    left=_number("sitting.left", message.left),
+    ready=_number("sitting.ready", message.ready),
+    stepped=_number("sitting.stepped", message.stepped),
+    address=_text("sitting.address", message.address),
+    copies=_unpacked("sitting.copies", message.copies),
+    protocol=message.protocol,
+  )
+
+
+def seat_word_to(word: SeatWord) -> seats_pb.SeatWord:
+  return seats_pb.SeatWord(
+    epoch=word.epoch,
+    state=word.state,
+    why=word.why,
+    seats=[
+      seats_pb.Seat(
+        holder=seat.holder, address=seat.address, copies=_packed(seat.copies)
+      )
+      for seat in word.seats
+    ],
+    phase=_PHASES[word.phase],
+  )
+
+
+def seat_word_from(message: seats_pb.SeatWord) -> SeatWord:
+  _at_most("word.seats", message.seats, MAX_HOSTS)
+  return SeatWord(
+    epoch=_number("word.epoch", message.epoch),
+    state=_text("word.state", message.state),
+    why=_text("word.why", message.why),
+    seats=tuple(
+      Seat(
+        _text("seat.holder", seat.holder),
+        _text("seat.address", seat.address),
+        _unpacked("seat.copies", seat.copies),
+      )
+      for seat in message.seats
+    ),
+    phase=phase_from(message.phase),
+  )
+
+
+def _packed(copies: Iterable[tuple[int, int]]) -> list[int]:
+  return [epoch << 32 | step for epoch, step in copies]
+
+
+def _unpacked(name: str, packed: Sequence[int]) -> tuple[tuple[int, int], ...]:
+  _at_most(name, packed, MAX_COPIES)
+  return tuple(divmod(_number(name, each), 1 << 32) for each in packed)
 
 
 # --- fragments -------------------------------------------------------------

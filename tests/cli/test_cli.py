@@ -111,6 +111,8 @@ FLAGS = {
     "token_file",
     "tls_ca",
     "started_at",
+    "num_processes",
+    "coordinator_address",
     "name",
   },
   "drain": {"workdir", "limit_s", "syncer_address", "token_file", "tls_ca"},

@@ -122,3 +122,34 @@ def test_without_claims_all_hosts_go_on_with_sequences_of_no_unit(learner):
   rows = [next(one).rows for one in batches]
   assert not (rows[0] == rows[1]).all()
   assert claims.unclaimed >= 1
+
+
+def test_hosts_go_on_from_a_copy_with_the_very_sequences_that_came_next(
+  learner,
+):
+  shared, batches = learner(given(range(6)))
+  until(lambda: shared[0].offer()[7] >= 0, "units on offer")
+  boundary(shared)
+  for _ in range(2):
+    position = {next(one).position for one in batches}.pop()
+  assert position == (1, 4)  # in the middle of a unit
+  entries = [one.remaining(position) for one in shared]
+  assert entries[0] == entries[1] == ((1, 4), (2, 0), (3, 0))
+  expected = [[next(one).rows for one in batches] for _ in range(3)]
+  # all hosts anew, rank 0 included, which has claimed nothing yet
+  claims = given([])
+  claims.resume(Claim(place, offset) for place, offset in entries[0])
+  assert claims.ready
+  again, others = learner(claims)
+  for one in again:
+    one.resume(entries[0])
+  for rows in expected:
+    for host, one in enumerate(others):
+      item = next(one)
+      np.testing.assert_array_equal(item.rows, rows[host])
+  held = claims.held((0, 0))
+  assert held[: len(entries[0])] == tuple(Claim(*e) for e in entries[0])
+  # what was begun is no news, and what comes next follows it
+  claims.word((Claim(1, 4), Claim(2), Claim(3), Claim(9)), ended=False)
+  until(lambda: again[0].offer()[1] == 9, "the next unit on offer")
+  assert again[0].offer()[0] == 3  # after those three

@@ -258,3 +258,49 @@ def test_whatever_happens_a_seat_has_one_owner_and_epochs_only_rise(
     assert seats.state is State.SEATED or seats.why
     epoch = seats.epoch
   assert len({number for number, _ in committed}) == len(committed)
+
+
+def test_an_epoch_that_broke_under_all_is_formed_again_by_the_same() -> None:
+  seats = seated(2)
+  epoch = seats.epoch
+  assert not seats.left(1.0, 0, "h0", epoch)
+  assert seats.broken == {0}
+  assert not seats.left(1.0, 1, "zombie", epoch)
+  assert seats.left(1.0, 1, "h1", epoch)
+  assert seats.state is State.PREPARING
+  assert seats.epoch == epoch + 1
+  assert seats.proposed.holders == ("h0", "h1")
+  assert seats.broken == set()
+
+
+def test_a_lost_host_counts_for_more_than_one_that_has_left() -> None:
+  seats = seated(2)
+  epoch = seats.epoch
+  seats.left(1.0, 0, "h0", epoch)
+  assert seats.lost(1.0, 1, "h1", epoch)
+  assert seats.empty == (1,)
+  assert not seats.left(1.0, 0, "h0", epoch)  # of an epoch that is over
+
+
+def test_hosts_that_trained_on_without_a_syncer_sit_as_before() -> None:
+  seats = Seats(2, LIMITS, epoch=7)
+  seats.resume(0.0, 0, "a", 7)
+  assert seats.state is State.SHORT
+  with refused("claimed"):
+    seats.resume(0.0, 0, "b", 7)
+  with refused("fenced"):
+    seats.resume(0.0, 1, "b", 6)
+  seats.resume(0.0, 1, "b", 7)
+  assert seats.state is State.SEATED
+  assert seats.epoch == 7
+  assert seats.lost(1.0, 1, "b", 7)
+  assert seats.empty == (1,)
+
+
+def test_one_that_died_meanwhile_makes_the_others_form_again() -> None:
+  seats = Seats(2, LIMITS, epoch=7)
+  seats.resume(0.0, 0, "a", 7)
+  seats.take(0.0, 1, "new", fresh=True)
+  assert seats.state is State.PREPARING
+  assert seats.epoch == 8
+  assert seats.proposed.fresh == {1}

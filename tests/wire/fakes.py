@@ -118,6 +118,7 @@ class FakeRounds:
 
   def __init__(self, codec: str = "float32") -> None:
     self.generation = 0
+    self.term = 1
     self.model = None
     self.pool = Pool(Limits(), Events())
     self.phase = Phase.TRAINING

@@ -27,7 +27,7 @@ from decoupled.wire.proto.decoupled.v1 import fragments_pb2 as decoupled_dot_v1_
 from decoupled.wire.proto.decoupled.v1 import membership_pb2 as decoupled_dot_v1_dot_membership__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64\x65\x63oupled/v1/pool.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x19\x64\x65\x63oupled/v1/common.proto\x1a\x1c\x64\x65\x63oupled/v1/fragments.proto\x1a\x1d\x64\x65\x63oupled/v1/membership.proto\"\xef\x01\n\x08Standing\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12,\n\x08\x63ontract\x18\x05 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\x12+\n\x07program\x18\x06 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x0f\n\x07missing\x18\x08 \x01(\t\x12\x10\n\x08\x64\x65\x63lined\x18\t \x01(\x03\x12\x10\n\x08prepared\x18\n \x01(\x03\"<\n\x05Offer\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x12\n\nlearner_id\x18\x02 \x01(\x05\x12\x0f\n\x07prepare\x18\x03 \x01(\x03\"\xa0\x01\n\x08PoolWord\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x05phase\x18\x02 \x01(\x0e\x32\x13.decoupled.v1.Phase\x12\'\n\x08versions\x18\x03 \x03(\x0b\x32\x15.decoupled.v1.Version\x12\"\n\x05offer\x18\x04 \x01(\x0b\x32\x13.decoupled.v1.Offer\x12\x13\n\x0bheartbeat_s\x18\x05 \x01(\x01\"F\n\rFollowRequest\x12\x10\n\x08\x66ragment\x18\x01 \x01(\x05\x12#\n\x04held\x18\x02 \x01(\x0b\x32\x15.decoupled.v1.Version2\x80\x01\n\x04Pool\x12:\n\x04Wait\x12\x16.decoupled.v1.Standing\x1a\x16.decoupled.v1.PoolWord(\x01\x30\x01\x12<\n\x06\x46ollow\x12\x1b.decoupled.v1.FollowRequest\x1a\x13.decoupled.v1.Chunk0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x64\x65\x63oupled/v1/pool.proto\x12\x0c\x64\x65\x63oupled.v1\x1a\x19\x64\x65\x63oupled/v1/common.proto\x1a\x1c\x64\x65\x63oupled/v1/fragments.proto\x1a\x1d\x64\x65\x63oupled/v1/membership.proto\"\xef\x01\n\x08Standing\x12\x10\n\x08protocol\x18\x01 \x01(\x05\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0e\n\x06holder\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12,\n\x08\x63ontract\x18\x05 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\x12+\n\x07program\x18\x06 \x03(\x0b\x32\x1a.decoupled.v1.ContractLine\x12\x13\n\x0b\x66ingerprint\x18\x07 \x01(\t\x12\x0f\n\x07missing\x18\x08 \x01(\t\x12\x10\n\x08\x64\x65\x63lined\x18\t \x01(\x03\x12\x10\n\x08prepared\x18\n \x01(\x03\"J\n\x05Offer\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x12\n\nlearner_id\x18\x02 \x01(\x05\x12\x0f\n\x07prepare\x18\x03 \x01(\x03\x12\x0c\n\x04rank\x18\x04 \x01(\x05\"\xa0\x01\n\x08PoolWord\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\"\n\x05phase\x18\x02 \x01(\x0e\x32\x13.decoupled.v1.Phase\x12\'\n\x08versions\x18\x03 \x03(\x0b\x32\x15.decoupled.v1.Version\x12\"\n\x05offer\x18\x04 \x01(\x0b\x32\x13.decoupled.v1.Offer\x12\x13\n\x0bheartbeat_s\x18\x05 \x01(\x01\"F\n\rFollowRequest\x12\x10\n\x08\x66ragment\x18\x01 \x01(\x05\x12#\n\x04held\x18\x02 \x01(\x0b\x32\x15.decoupled.v1.Version2\x80\x01\n\x04Pool\x12:\n\x04Wait\x12\x16.decoupled.v1.Standing\x1a\x16.decoupled.v1.PoolWord(\x01\x30\x01\x12<\n\x06\x46ollow\x12\x1b.decoupled.v1.FollowRequest\x1a\x13.decoupled.v1.Chunk0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,11 +37,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STANDING']._serialized_start=130
   _globals['_STANDING']._serialized_end=369
   _globals['_OFFER']._serialized_start=371
-  _globals['_OFFER']._serialized_end=431
-  _globals['_POOLWORD']._serialized_start=434
-  _globals['_POOLWORD']._serialized_end=594
-  _globals['_FOLLOWREQUEST']._serialized_start=596
-  _globals['_FOLLOWREQUEST']._serialized_end=666
-  _globals['_POOL']._serialized_start=669
-  _globals['_POOL']._serialized_end=797
+  _globals['_OFFER']._serialized_end=445
+  _globals['_POOLWORD']._serialized_start=448
+  _globals['_POOLWORD']._serialized_end=608
+  _globals['_FOLLOWREQUEST']._serialized_start=610
+  _globals['_FOLLOWREQUEST']._serialized_end=680
+  _globals['_POOL']._serialized_start=683
+  _globals['_POOL']._serialized_end=811
 # @@protoc_insertion_point(module_scope)

@@ -89,20 +89,24 @@ class Offer(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     LEARNER_ID_FIELD_NUMBER: _builtins.int
     PREPARE_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     learner_id: _builtins.int
     prepare: _builtins.int
     """of this incarnation, which still trains; 0: claim it"""
+    rank: _builtins.int
+    """of the host that it is to be"""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         learner_id: _builtins.int = ...,
         prepare: _builtins.int = ...,
+        rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner_id", b"learner_id", "number", b"number", "prepare", b"prepare"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner_id", b"learner_id", "number", b"number", "prepare", b"prepare", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
