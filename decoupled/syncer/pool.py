@@ -472,7 +472,7 @@ class Pool:
       return
     chosen = min(fit, key=lambda s: (s.since, s.number))
     chosen.offer = Offer(
-      next(self._offers), vacancy.learner_id, vacancy.rank or 0
+      next(self._offers), vacancy.learner_id, rank=vacancy.rank or 0
     )
     vacancy.standby, vacancy.note = chosen, ""
     vacancy.due = now + self._limits.lease_s

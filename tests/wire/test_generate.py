@@ -19,6 +19,7 @@ def test_all_protocol_files_are_known():
     "fragments",
     "membership",
     "pool",
+    "seats",
   ]
 
 
