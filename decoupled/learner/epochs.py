@@ -213,16 +213,17 @@ def together(name: str, limit_s: float, check: Callable[[], None]) -> None:
     Lost: somebody has not come.
   """
   state = _distributed.global_state
+  client: Any = state.client
   until = time.monotonic() + limit_s
   key = f"decoupled/{name}"
   try:
-    state.client.key_value_set(f"{key}/{state.process_id}", "here")
+    client.key_value_set(f"{key}/{state.process_id}", "here")
   except Exception as error:
     raise Lost(f"rank {state.process_id}: {_one_line(error)}") from None
   for rank in range(state.num_processes):
     while True:
       try:
-        state.client.blocking_key_value_get(f"{key}/{rank}", _LOOK_MS)
+        client.blocking_key_value_get(f"{key}/{rank}", _LOOK_MS)
         break
       except Exception as error:
         check()
