@@ -9,8 +9,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYTEST_FLAGS ?=
 
-.PHONY: help setup demo test test-matrix test-benchmarks lint types contracts \
-  check format docs proto bench clean
+.PHONY: help setup demo test test-matrix test-swaps test-benchmarks lint types \
+  contracts check format docs proto bench clean
 .DEFAULT_GOAL := help
 
 help: ## what there is
@@ -30,6 +30,9 @@ test: setup ## the test suite
 
 test-matrix: setup ## every fault at every point, in real processes; 25 minutes
 	$(BIN)/python -m pytest -m matrix tests/matrix $(PYTEST_FLAGS)
+
+test-swaps: setup ## hosts swapped for standbys, in real processes; minutes
+	$(BIN)/python -m pytest -m matrix tests/run $(PYTEST_FLAGS)
 
 test-benchmarks: setup ## that each benchmark prints what it promises
 	$(BIN)/python -m pytest -m benchmark tests/benchmarks $(PYTEST_FLAGS)

@@ -67,8 +67,8 @@ def check(failure: Any, job: list[Any], rank: int) -> None:
   assert len({e["params_digest"] for e in ended}) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_standby_takes_the_seat_of_a_host_that_is_killed(
   tmp_path: Path, rank: int
 ) -> None:
