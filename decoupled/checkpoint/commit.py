@@ -303,8 +303,14 @@ def _sync(path: epath.Path) -> None:
 
 
 def _remove(folder: epath.Path) -> None:
+  """Removes a folder, its marker first.
+
+  Whoever dies in the middle leaves one that was not finished, not a damaged
+  one.
+  """
   try:
     if folder.exists():
+      (folder / MARKER).unlink(missing_ok=True)
       folder.rmtree()
   except OSError as error:
     _LOG.warning("cannot remove %s: %s", folder, error)

@@ -183,3 +183,21 @@ def test_a_store_that_is_no_folder_is_one_line(tmp_path):
     commit.save(blocked / "global", 1, _writer("x"))
   assert "\n" not in str(error.value)
   assert str(blocked) in str(error.value)
+
+
+def test_dying_while_an_old_one_is_dropped_leaves_it_unfinished(
+  tmp_path, monkeypatch
+):
+  old, _ = _save(tmp_path, 1, 2)
+  removed = []
+
+  def die(folder, *_, **__):
+    removed.append(folder)
+    raise KeyboardInterrupt  # whatever ends a process
+
+  monkeypatch.setattr(type(commit.epath.Path(old)), "rmtree", die)
+  with pytest.raises(KeyboardInterrupt):
+    _save(tmp_path, 3, keep=2)
+  assert [Path(folder) for folder in removed] == [old]
+  with pytest.raises(commit.Unfinished):
+    commit.verify(old)
