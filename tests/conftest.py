@@ -43,3 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   for item in items:
     if item.path.relative_to(root).parts[0] in _JOBS:
       item.add_marker(pytest.mark.xdist_group("jobs"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+  """With xdist the group is in the name of a test, or it is in no group."""
+  if not getattr(session.config.option, "loadgroup", False):
+    return
+  for item in session.items:
+    if item.get_closest_marker("xdist_group") and "@" not in item.nodeid:
+      raise pytest.UsageError(
+        f"{item.nodeid} is not grouped: jobs would run side by side; this "
+        "pytest and this pytest-xdist do not fit each other"
+      )

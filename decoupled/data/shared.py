@@ -109,12 +109,13 @@ class Shared:
   def _append(self, entry: Entry) -> None:
     self._known += 1
     self._sequence.append(entry)
-    self.rows += self._unit_windows - entry[1] if entry[0] != _END else 0
     if entry[0] == _END:
       self.items += 2 if self._rows else 1  # what there is of a batch
       self._rows = 0
     else:
-      self._rows += self._unit_windows - entry[1]
+      new = self._unit_windows - entry[1]
+      self.rows += new
+      self._rows += new
       self.items += self._rows // self._sequences
       self._rows %= self._sequences
     with self._news:

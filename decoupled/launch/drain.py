@@ -4,12 +4,9 @@ import re
 from collections.abc import Sequence
 
 from decoupled.errors import ConfigError
-from decoupled.launch import address
+from decoupled.launch import remote
 from decoupled.launch.options import JobOptions
-from decoupled.wire import credentials, tls
-from decoupled.wire.client import AdminClient
 
-_RESOLVE_S = 5.0
 _LEARNER = re.compile(r"learner/(\d+)")
 
 
@@ -20,15 +17,8 @@ def main(options: JobOptions, words: Sequence[str]) -> int:
     DecoupledError: it cannot be swapped, or was not; it trains on.
   """
   learner_id = target(words)
-  where = options.syncer_address or f"@{options.workdir / 'syncer.address'}"
-  token_file = options.token_file or options.workdir / "run.token"
-  with AdminClient(
-    address.resolve(where, _RESOLVE_S),
-    credentials.read_token(token_file),
-    limit_s=options.limit_s,
-    tls=tls.client(options.tls_ca) if options.tls_ca else None,
-  ) as syncer:
-    name = syncer.swap(learner_id)
+  with remote.dial(options) as syncer:
+    name = syncer.swap(learner_id, options.limit_s)
   print(f"learner/{learner_id} is {name} from now on; the old one has left")
   return 0
 

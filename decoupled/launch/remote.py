@@ -20,7 +20,7 @@ def show_status(options: JobOptions) -> int:
   Raises:
     DecoupledError: it refuses, or cannot be reached.
   """
-  with _dial(options) as syncer:
+  with dial(options) as syncer:
     print("\n".join(status_lines(syncer.status())))
   return 0
 
@@ -31,7 +31,7 @@ def stop(options: JobOptions) -> int:
   Raises:
     DecoupledError: as `show_status`; or it has not ended in time.
   """
-  with _dial(options) as syncer:
+  with dial(options) as syncer:
     phase = syncer.drain("stopped by `decoupled stop`")
     print(f"asked the syncer at {options.syncer_address} to end the run")
     deadline = time.monotonic() + options.limit_s
@@ -74,10 +74,16 @@ def status_lines(status: JobStatus) -> list[str]:
   )
 
 
-def _dial(options: JobOptions) -> AdminClient:
+def dial(options: JobOptions) -> AdminClient:
+  """The syncer that is named, or that the workdir's job has published.
+
+  Raises:
+    DecoupledError: no address, or no token.
+  """
+  where = options.syncer_address or f"@{options.workdir / 'syncer.address'}"
   token_file = options.token_file or options.workdir / "run.token"
   return AdminClient(
-    address.resolve(options.syncer_address, _RESOLVE_S),
+    address.resolve(where, _RESOLVE_S),
     credentials.read_token(token_file),
     tls=tls.client(options.tls_ca) if options.tls_ca else None,
   )

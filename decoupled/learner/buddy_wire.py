@@ -23,6 +23,7 @@ from decoupled.wire.address import Address
 from decoupled.wire.proto.decoupled.v1 import buddies_pb2 as pb
 from decoupled.wire.proto.decoupled.v1 import buddies_pb2_grpc as pb_grpc
 from decoupled.wire.proto.decoupled.v1 import fragments_pb2 as fragments_pb
+from decoupled.wire.refusals import refuse
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -110,7 +111,7 @@ class _Servicer(pb_grpc.BuddiesServicer):
         raise messages.malformed("a copy without anything in it")
       await asyncio.to_thread(self._memory.keep, incoming.finish())
     except Refused as error:
-      await _refuse(context, error)
+      await refuse(context, error)
     return pb.PutReply()
 
   async def Get(  # type: ignore[override]
@@ -126,7 +127,7 @@ class _Servicer(pb_grpc.BuddiesServicer):
           f"{request.step}, only {self._memory.held()}",
         )
     except Refused as error:
-      await _refuse(context, error)
+      await refuse(context, error)
       raise AssertionError("unreachable") from None
     for chunk in _outgoing(copy, self._learner_id):
       await context.write(chunk)
@@ -137,7 +138,7 @@ class _Servicer(pb_grpc.BuddiesServicer):
     try:
       self._mine(request.learner_id)
     except Refused as error:
-      await _refuse(context, error)
+      await refuse(context, error)
     return pb.HeldReply(
       copies=[
         pb.HeldSteps(owner=owner, steps=steps)
@@ -318,9 +319,3 @@ def _outgoing(copy: HostCopy, learner_id: int) -> Iterator[pb.CopyChunk]:
   for piece in chunks.split(arrays, credentials.CHUNK_BYTES):
     data = fragments_pb.Data(crc32=piece.crc32, data=piece.data)
     yield pb.CopyChunk(data=data)
-
-
-async def _refuse(context: Context, error: Refused) -> None:
-  await context.abort(
-    grpc.StatusCode.FAILED_PRECONDITION, f"{error.reason}: {error}"
-  )

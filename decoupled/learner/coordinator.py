@@ -26,6 +26,7 @@ from decoupled.wire import credentials, tls
 from decoupled.wire.address import Address, parse, publish_address, reachable
 from decoupled.wire.proto.decoupled.v1 import epochs_pb2 as pb
 from decoupled.wire.proto.decoupled.v1 import epochs_pb2_grpc as pb_grpc
+from decoupled.wire.refusals import refuse
 
 _LOG = logging.getLogger("decoupled.coordinator")
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -226,8 +227,8 @@ class Coordinator(pb_grpc.EpochsServicer):
   ) -> pb.OpenReply:
     try:
       epoch = self._table.open(request.learner_id, request.epoch, request.hosts)
-    except (Refused, Unreachable) as error:
-      await _refuse(context, error)
+    except Refused as error:
+      await refuse(context, error)
     return pb.OpenReply(address=epoch.service.bind)
 
   async def Gather(
@@ -245,8 +246,8 @@ class Coordinator(pb_grpc.EpochsServicer):
         request.holder,
         limit_s,
       )
-    except (Refused, Unreachable) as error:
-      await _refuse(context, error)
+    except Refused as error:
+      await refuse(context, error)
     return pb.OpenReply(address=epoch.service.bind)
 
   async def Close(
@@ -255,11 +256,6 @@ class Coordinator(pb_grpc.EpochsServicer):
     del context
     closed = self._table.close(request.learner_id, request.epoch)
     return pb.CloseReply(closed=closed)
-
-
-async def _refuse(context: Context, error: Refused | Unreachable) -> None:
-  reason = error.reason if isinstance(error, Refused) else "no_port"
-  await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{reason}: {error}")
 
 
 def run(options: CoordinatorOptions) -> int:
@@ -325,9 +321,9 @@ def _start(host: str, hosts: int) -> epochs.Service:
       port = probe.getsockname()[1]
     try:
       service = epochs.Service(str(Address(host, port)), hosts)
-    except Unreachable:
+    except Unreachable as error:
       if last == 1:
-        raise
+        raise Refused("no_port", str(error)) from None
       continue
     service.bind = str(reachable(Address(host, port)))
     return service

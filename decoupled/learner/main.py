@@ -82,8 +82,7 @@ def _host(
       "for all hosts of the learner"
     )
   program.simulate(options.devices_per_host)
-  limits = config.limits
-  epochs.prepare(epochs.EpochLimits(limits.reform_s, int(limits.collective_s)))
+  epochs.prepare(reforming.limits_of(config))
   outline = program.outline(config, options, asked)
   wire = wire or joining.dial(config, options)
   end.goodbye = wire.leave

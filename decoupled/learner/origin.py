@@ -215,19 +215,6 @@ def received(incoming: states.Incoming, wanted: Any) -> Origin:
   )
 
 
-class Prepared:
-  """Of a standby that got the state from the learner that it relieves."""
-
-  def __init__(self, origin: Origin):
-    self._origin = origin
-
-  def done(self) -> bool:
-    return True
-
-  def result(self) -> Origin:
-    return self._origin
-
-
 class FreshSearch:
   """Of a learner of several hosts, which begins with fresh moments.
 
@@ -249,7 +236,10 @@ class FreshSearch:
 
 
 class Found:
-  """Nothing is searched for: the state is there."""
+  """Nothing is searched for: the state is there.
+
+  In this host's memory, or got before the claim from who is relieved.
+  """
 
   def __init__(self, origin: Origin):
     self._origin = origin

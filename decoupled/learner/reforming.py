@@ -31,6 +31,7 @@ import jax
 import numpy as np
 
 from decoupled import faults
+from decoupled.config import Config
 from decoupled.errors import (
   ConfigError,
   DecoupledError,
@@ -66,9 +67,9 @@ _OVER = ("old_epoch", "claimed", "incomplete", "fenced")
 _BEATS = 10  # within the limit of a collective
 
 
-def limits_of(outline: Outline) -> epochs.EpochLimits:
+def limits_of(config: Config) -> epochs.EpochLimits:
   """How long an epoch may wait for a rank."""
-  limits = outline.config.limits
+  limits = config.limits
   return epochs.EpochLimits(limits.reform_s, int(limits.collective_s))
 
 
@@ -114,15 +115,15 @@ class Host:
     self._wire, self._end = wire, end
     self._learner_id, self._rank = learner_id, rank
     self._layout, self._cold, self._programs = layout, cold, programs
-    self._limits = limits_of(outline)
+    self._limits = limits_of(outline.config)
     self._token = (
       credentials.read_token(options.token_file) if options.token_file else ""
     )
     self._tls = tls.client(options.tls_ca) if options.tls_ca else None
     self._memory = buddies.Memory()
-    # copies stay on this machine unless hosts are given certificates
+    # copies stay on this machine, and nobody puts any here: they are fetched
     self._server = BuddyServer(
-      self._memory, learner_id, self._token, Address("127.0.0.1", 0), 1 << 62
+      self._memory, learner_id, self._token, Address("127.0.0.1", 0), 0
     )
     self._epoch = 0
     self._phases = Phases()

@@ -29,13 +29,7 @@ from decoupled.learner.agreeing import StepLanes
 from decoupled.learner.copies import Copies
 from decoupled.learner.donor import Donor
 from decoupled.learner.notice import Notice
-from decoupled.learner.origin import (
-  Found,
-  FreshSearch,
-  Origin,
-  Prepared,
-  Search,
-)
+from decoupled.learner.origin import Found, FreshSearch, Origin, Search
 from decoupled.learner.pace import Pace
 from decoupled.learner.phases import Phases
 from decoupled.learner.program import Program
@@ -189,9 +183,9 @@ def take_part(
   opt_specs, wire, state = program.specs.opt_state, part.wire, part.state
   end.role = options.role(welcome.learner_id)
   phases.mark("joined")
-  search: Search | FreshSearch | Found | Prepared
+  search: Search | FreshSearch | Found
   if prepared is not None:
-    search = Prepared(prepared)
+    search = Found(prepared)
   elif beginning is not None:
     search = Found(Origin(beginning.source))
     _go_on(part, beginning)

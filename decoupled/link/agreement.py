@@ -198,12 +198,13 @@ class Passed(Protocol):
 
 
 class Nothing:
-  """Nothing to say."""
+  """Nothing to say, on lanes of any size."""
 
-  size = 0
+  def __init__(self, size: int = 0):
+    self.size = size
 
   def offer(self) -> np.ndarray:
-    return np.zeros(0, np.int32)
+    return np.zeros(self.size, np.int32)
 
   def told(self, lanes: np.ndarray) -> None:
     del lanes

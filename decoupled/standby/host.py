@@ -49,10 +49,7 @@ class HostStandby(Waiting[_Warm, reforming.Host]):
   """One process that can be any host of any learner of the run."""
 
   def __init__(self, config: Config, options: StandbyOptions, end: Termination):
-    limits = config.limits
-    epochs.prepare(
-      epochs.EpochLimits(limits.reform_s, int(limits.collective_s))
-    )
+    epochs.prepare(reforming.limits_of(config))
     super().__init__(config, options, end)
 
   def _prepare(

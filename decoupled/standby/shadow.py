@@ -22,7 +22,7 @@ from decoupled.learner.pace import Pace
 from decoupled.learner.program import Program
 from decoupled.learner.step import TrainState
 from decoupled.link import tree
-from decoupled.link.agreement import ByStep
+from decoupled.link.agreement import ByStep, Nothing
 from decoupled.types import Claim, StateHeader
 from decoupled.wire import states
 
@@ -91,21 +91,8 @@ def _lanes(program: Program) -> loop.Lanes:
   """What hosts of one learner feed into its steps."""
   if program.collective is None:
     return loop.NoLanes()
-  agreement = ByStep(program.config.exchange.P, None, Silent(Shared.size))
+  agreement = ByStep(program.config.exchange.P, None, Nothing(Shared.size))
   return StepLanes(agreement, program.collective)
-
-
-class Silent:
-  """Says nothing to the other hosts."""
-
-  def __init__(self, size: int):
-    self.size = size
-
-  def offer(self) -> np.ndarray:
-    return np.zeros(self.size, np.int32)
-
-  def told(self, lanes: np.ndarray) -> None:
-    del lanes
 
 
 def _copy_and_place(program: Program, state: TrainState) -> None:

@@ -1,16 +1,15 @@
 """The membership service: claims, control streams, the operator's calls.
 
 A claim lives as long as its control streams, one for each host of the learner.
-Each stream is told the whole
-state whenever it changes; a reader that is slow misses intermediate states,
-never the newest one, and holds up nobody.
+Each stream is told the whole state whenever it changes; a reader that is slow
+misses intermediate states, never the newest one, and holds up nobody.
 """
 
 import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -35,6 +34,7 @@ from decoupled.wire.proto.decoupled.v1 import (
 from decoupled.wire.proto.decoupled.v1 import (
   membership_pb2_grpc as pb_grpc,
 )
+from decoupled.wire.refusals import refuse
 from decoupled.wire.status import JobStatus, LearnerStatus
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -51,12 +51,6 @@ class Traffic:
 
   bytes_up: int = 0
   bytes_down: int = 0
-
-
-async def refuse(context: Context, error: Refused) -> NoReturn:
-  """Ends a call with a refusal that the client can read back."""
-  details = f"{error.reason}: {error}"
-  await context.abort(grpc.StatusCode.FAILED_PRECONDITION, details)
 
 
 @dataclasses.dataclass(frozen=True)

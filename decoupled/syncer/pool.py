@@ -22,10 +22,16 @@ from decoupled.syncer import handover
 from decoupled.syncer.handover import Handover
 from decoupled.syncer.membership import Member
 from decoupled.syncer.settings import Limits
-from decoupled.types import HANDED_OVER, EventSink, Hello, Offer, Standing
+from decoupled.types import (
+  HANDED_OVER,
+  EventSink,
+  Hello,
+  Lines,
+  Offer,
+  Standing,
+)
 from decoupled.wire.status import StandbyStatus
 
-Lines = tuple[tuple[str, str], ...]
 Key = tuple[int, int]  # learner, and rank of the host or -1 for all of it
 
 # By SIGTERM a machine is taken away, which is what standbys are for. Told to

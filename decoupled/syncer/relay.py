@@ -13,7 +13,7 @@ import grpc.aio
 
 from decoupled import faults
 from decoupled.errors import Refused
-from decoupled.syncer.control import Traffic, refuse
+from decoupled.syncer.control import Traffic
 from decoupled.syncer.donors import Donation
 from decoupled.syncer.driver import Driver, JobT
 from decoupled.types import StateHeader
@@ -24,6 +24,7 @@ from decoupled.wire.proto.decoupled.v1 import (
 from decoupled.wire.proto.decoupled.v1 import (
   donations_pb2_grpc as pb_grpc,
 )
+from decoupled.wire.refusals import refuse
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 

@@ -9,13 +9,14 @@ refused: it is a zombie.
 import asyncio
 import contextlib
 import dataclasses
+import logging
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
 
 import grpc.aio
 
 from decoupled.errors import Refused
-from decoupled.syncer.control import refuse, same_protocol
+from decoupled.syncer.control import same_protocol
 from decoupled.syncer.driver import Driver, JobT
 from decoupled.syncer.seats import SeatLimits, Seats, State
 from decoupled.syncer.settings import Limits
@@ -23,9 +24,11 @@ from decoupled.types import Phase, Seat, SeatWord, Sitting
 from decoupled.wire import messages
 from decoupled.wire.proto.decoupled.v1 import seats_pb2 as pb
 from decoupled.wire.proto.decoupled.v1 import seats_pb2_grpc
+from decoupled.wire.refusals import refuse
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
+_LOG = logging.getLogger("decoupled.syncer")
 _TICK_S = 0.1
 _EPOCHS_PER_TERM = 1 << 16
 _SILENT_SHARE = 0.5  # of a collective's limit
@@ -287,7 +290,10 @@ class Seating(seats_pb2_grpc.SeatsServicer):
     while True:
       await asyncio.sleep(_TICK_S)
       for learner_id, table in list(self._tables.items()):
-        self._look(learner_id, table)
+        try:
+          self._look(learner_id, table)
+        except Exception:  # of one learner: the others' seats are watched on
+          _LOG.exception("the seats of learner %d", learner_id)
 
   def _look(self, learner_id: int, table: _Table) -> None:
     """Ends what has been silent, or has taken, too long.

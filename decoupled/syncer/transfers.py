@@ -20,7 +20,7 @@ import numpy as np
 from decoupled import faults
 from decoupled.errors import Refused
 from decoupled.syncer.assembly import Assemblies
-from decoupled.syncer.control import Traffic, refuse
+from decoupled.syncer.control import Traffic
 from decoupled.syncer.driver import Driver, JobT
 from decoupled.types import (
   NO_VERSION,
@@ -39,6 +39,7 @@ from decoupled.wire.proto.decoupled.v1 import (
 from decoupled.wire.proto.decoupled.v1 import (
   fragments_pb2_grpc as pb_grpc,
 )
+from decoupled.wire.refusals import refuse
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 
 from decoupled.errors import Refused
-from decoupled.syncer.control import refuse, same_protocol
+from decoupled.syncer.control import same_protocol
 from decoupled.syncer.driver import Driver, JobT
 from decoupled.syncer.transfers import FragmentStore
 from decoupled.types import Phase, PoolWord
@@ -24,6 +24,7 @@ from decoupled.wire.proto.decoupled.v1 import (
 from decoupled.wire.proto.decoupled.v1 import (
   pool_pb2 as pb,
 )
+from decoupled.wire.refusals import refuse
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 

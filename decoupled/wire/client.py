@@ -550,15 +550,19 @@ class AdminClient:
     )
     self._call(self._stub.Expect, request)
 
-  def swap(self, learner_id: int) -> str:
+  def swap(self, learner_id: int, limit_s: float | None = None) -> str:
     """Has a standby take a learner's place; returns its name when it has.
+
+    Args:
+      learner_id: whose.
+      limit_s: for all of it; None is that of any call.
 
     Raises:
       Refused: it cannot be, or was given up; the learner trains on.
       Unreachable: no answer within the limit.
     """
     request = membership_pb2.SwapRequest(learner_id=learner_id, wait=True)
-    return str(self._call(self._stub.Swap, request).standby)
+    return str(self._call(self._stub.Swap, request, limit_s).standby)
 
   def close(self) -> None:
     self._channel.close()
@@ -569,15 +573,21 @@ class AdminClient:
   def __exit__(self, *_: object) -> None:
     self.close()
 
-  def _call(self, method: Callable[..., Any], request: Any) -> Any:
+  def _call(
+    self,
+    method: Callable[..., Any],
+    request: Any,
+    limit_s: float | None = None,
+  ) -> Any:
+    limit_s = limit_s or self._limit_s
     try:
-      return method(request, timeout=self._limit_s, metadata=self._metadata)
+      return method(request, timeout=limit_s, metadata=self._metadata)
     except grpc.RpcError as error:
       if error.code() is grpc.StatusCode.UNAVAILABLE:
         said = tls_lib.fault(self._address, self._tls)
         if said:
           raise Unreachable(said) from None
-      raise failure(error, self._address, self._limit_s) from None
+      raise failure(error, self._address, limit_s) from None
 
 
 def failure(

@@ -148,7 +148,11 @@ def test_the_end_of_the_run_and_of_the_syncer_are_heard(syncer, dial):
   pool = dial().pool(READY)
   word(pool, lambda w: w.phase is Phase.WAITING)
   # it has beaten for longer than the lease: it is still there
-  time.sleep(LIMITS.lease_s + 0.5)
+  (standby,) = syncer.rounds.pool._standbys.values()
+  since = standby.heard_at
+  fakes.wait_until(
+    lambda: standby.heard_at > since + LIMITS.lease_s, "beats beyond the lease"
+  )
   assert [s.name for s in syncer.rounds.pool.status(0.0)] == ["standby/0"]
   with AdminClient(syncer.address, TOKEN) as admin:
     admin.drain("enough")
